@@ -112,11 +112,16 @@ class PlainTable:
         self.zeros = None
         self.number += 1
         self.parts, self.unseen, self.looked_up = [], [], set()
-        due, self.due = self.due, ()
-        if due and (_is_one_of(ids, due) or self._rows(*due) == self._rows(ids)):
+        due, self.due = self.due if self._is_due(ids) else (), ()
+        if due:
             self._join(due)
         elif announced:
             self._join(announced)
+
+    def _is_due(self, ids: Tensor) -> bool:
+        """Whether these are ids of the loop's batch, or all of its rows."""
+        due = self.due
+        return bool(due) and (_is_one_of(ids, due) or self._rows(*due) == self._rows(ids))
 
     def look_up(self, ids: Tensor, *, shortens: bool = True) -> Tensor:
         """Brings the rows into the step; returns their values.
@@ -135,7 +140,7 @@ class PlainTable:
             is_left = ids.numel() == 0 or not _is_one_of(ids, self.unseen)
         if self.over or is_left:
             rows = self._rows(ids)
-            if self.capacity and not (announced or self.is_new):
+            if self.capacity and not (announced or self.is_new or self._is_due(ids)):
                 every = [part for call in self.waiting for part in call]
                 announced = every if rows and rows <= self._rows(*every) else []
             self._begin(ids, announced)
@@ -267,13 +272,13 @@ class PlainTraining:
         held = [nn.Parameter(table.weight[table.taken()]) for table in self.tables]
         optimizer = make_optimizer(self.case, held)
         for table, rows in zip(self.tables, held, strict=True):
-            ids = table.taken()
-            if table.zeros is not None:
-                table.gradient = torch.zeros_like(table.weight)
-            if table.gradient is not None:
-                rows.grad = table.gradient[ids]
+            ids, gradient = table.taken(), table.gradient
+            if table.zeros is not None:  # of rows that only this step may change
+                gradient = torch.zeros_like(table.weight)
+            if gradient is not None:
+                rows.grad = gradient[ids]
                 if self.case.make is optim.SparseAdam:
-                    rows.grad = _all_rows(table.gradient[ids])
+                    rows.grad = _all_rows(gradient[ids])
             taken = {name: each[ids] for name, each in table.fields.items()}
             optimizer.state[rows] = {**copy.deepcopy(table.scalars), **taken}
         try:
@@ -288,7 +293,7 @@ class PlainTraining:
                 table.scalars = {name: state[name] for name in table.scalars}
                 table.round()
         for table in self.tables:
-            table.over |= table.gradient is not None
+            table.over |= table.gradient is not None or table.zeros is not None
             table.zeros = None
             table.waiting, table.before, table.is_new = [], [], False
 

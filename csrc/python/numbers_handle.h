@@ -1,5 +1,5 @@
-// Adds the class NumbersHandle to the extension module: the owner of a copy of numbers from a GPU to
-// the CPU. Called by module.cpp at import.
+// Adds the class NumbersHandle to the extension module: the owner of a copy of numbers from a GPU
+// to the CPU. Called by module.cpp at import.
 
 #pragma once
 
