@@ -180,7 +180,7 @@ def headers() -> list[Path]:
 
 
 def read_by(made: Path) -> list[Path]:
-    """The files below the root that nvcc has read, from the rule for make that it wrote."""
+    """The files that nvcc has read for an object, from the make rule that nvcc wrote."""
     rule = made.read_text().partition(": ")[2] if made.is_file() else ""
     return [ROOT / name for name in rule.replace("\\\n", " ").split()]
 

@@ -35,11 +35,11 @@ BEGIN, END = "<!-- gpu -->", "<!-- /gpu -->"
 COUNTS = ("passed", "failed", "skipped")
 _SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error).* in \d+\.\d+s")
 Record: TypeAlias = dict[str, Any]
-"""Of a stage: stage, command, machine, gpus, visible, code, seconds, counts, rows, green, log."""
+"""Keys: stage, command, machine, gpus, visible, code, seconds, counts, rows, green, log."""
 
 
 class Stage(NamedTuple):
-    """A command, when it ends at the latest, whether it counts tests, and whether it measures."""
+    """A command and its time limit. `alone`: no other stage runs beside it, because it measures."""
 
     name: str
     command: tuple[str, ...]

@@ -56,8 +56,8 @@ def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> No
     """Makes this process one of the ranks."""
     faulthandler.register(signal.SIGUSR1)
     if backend == "gloo":
-        # A fork's first backward starts a thread for each GPU. Two threads would race for the
-        # pool of threads that torch makes anew in a fork; without a GPU the driver ends a fork.
+        # The first backward in a fork starts a thread for each GPU. Two such threads would race for
+        # torch's thread pool. If no GPU is visible, the CUDA driver ends the fork by a signal.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     torch.set_num_threads(1)

@@ -3,8 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <optional>
+#include <string>
 
 #include "call/host_numbers.h"
 #include "call/torch_calls.h"

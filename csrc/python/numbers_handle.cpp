@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "call/host_numbers.h"
+#include "core/process.h"
 #include "python/classes.h"
 
 namespace speedtorch {
@@ -32,20 +33,8 @@ PyObject* with_errors(const Call& call) {
   }
 }
 
-// Releases the GIL for its lifetime.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* const state_;
-};
-
 const int64_t* wait_for(const HostNumbers& numbers) {
-  const WithoutGil while_waiting;
+  const WithoutPythonLock while_waiting;
   return numbers.wait(kRead);
 }
 

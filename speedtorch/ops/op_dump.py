@@ -22,7 +22,7 @@ __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 _MAX_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
 # The numbers of fully written results of ops that leave entries of other results unwritten.
 _WHOLE_RESULTS = {"plan_batch": 5, "plan_parts": 5, "merge_rows": 3, "diff_ids": 0}
-# The places of arguments that name an object of this process, which a replay has not.
+# The places of arguments that name an object of this process. The object is absent in a replay.
 _HANDLES = {"plan_parts": 3}
 _NO_HANDLE = -1
 _process = os.getpid()  # calls of a forked child are not recorded

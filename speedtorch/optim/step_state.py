@@ -185,13 +185,12 @@ class StepState:
         if optimizer is None or not (self._has_stepped or rows.parameter.grad is not None):
             return
         if self.names:
-            if (entries := optimizer.state.get(weight)) is None:
-                entries = optimizer.state[weight] = {}
+            entries = optimizer.state.get(weight, {})
             of_step = dict(zip(self.names, self._held, strict=True))
             if not entries.keys() >= self.probe.scalar_state.keys():
                 of_step = self._missing(entries) | of_step
             self._views = {n: v for n in self.names if type(v := entries.get(n)) is RowWeight}
-            entries.update(of_step)
+            optimizer.state.setdefault(weight, entries).update(of_step)
             self._is_replaced = True
         self._has_stepped = True
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from speedtorch._C import NumbersHandle
 from speedtorch.ops.functions import numbers_to_host
 
-__all__ = ["HostCopy", "NumbersHandle"]
+__all__ = ["HostCopy"]
 
 _SOON = 1e-3  # seconds
 

@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from speedtorch._C import NumbersHandle
 from speedtorch.ops.functions import _ops, not_ids, plan_parts
-from speedtorch.plan.host_copy import HostCopy, NumbersHandle
+from speedtorch.plan.host_copy import HostCopy
 from speedtorch.torch_internals import version_of
 
 __all__ = [

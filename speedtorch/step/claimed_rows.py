@@ -57,7 +57,7 @@ class ClaimedRows:
         """The lock that a thread acquires while it uses the rows; HeldRows has its rules."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.weight_reference: Callable[[], Tensor | None] = self._weight
-        """Compares faster than `weight`; for other uses torch must repair what it returns."""
+        """Returns the weight for comparisons with `is` only; other code calls `_weight`."""
         self.untraceable = (
             f"{name}: torch.export, torch.jit and ONNX cannot export a lookup, because its table is"
             " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
