@@ -302,7 +302,7 @@ class OptimizerStep:
                 held[place] = weight
             if (entries := states.get(rows.parameter)) is not None:
                 states[weight] = entries
-                del states[rows.parameter]
+                states.pop(rows.parameter, None)  # another thread may restore it, too
 
 
 class _Steps(threading.local):

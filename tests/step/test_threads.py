@@ -604,3 +604,30 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     known = {**os.environ, "PYTHONPATH": str(page.parents[1])}
     done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
     assert done.stdout == "rows: [10000, 10000]\n", done.stderr
+
+
+def test_two_threads_may_restore_a_step_that_has_ended() -> None:
+    embedding = speedtorch.Embedding(ROWS, 2)
+    optimizer = torch.optim.Adam(embedding.parameters())
+    speedtorch.attach(optimizer, embedding)
+    rows = embedding.trained_rows
+
+    class State(dict[Any, Any]):
+        """An optimizer's state; another thread restores it behind the second read at its end."""
+
+        reads = 0
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            call = rows.exchange.stepping.call
+            if key is rows.parameter and call is not None and call[0].done:
+                self.reads += 1
+                if self.reads == 2:
+                    self.pop(key, None)
+            return found
+
+    optimizer.state = State(optimizer.state)  # type: ignore[assignment]
+    optimizer.state.setdefault(embedding.weight, {})
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert list(optimizer.state) == [embedding.weight] and optimizer.state.reads == 2  # type: ignore[attr-defined]
