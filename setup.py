@@ -1,18 +1,18 @@
 """Builds speedtorch/_C: one library for every torch >= 2.11 and every CPython >= 3.10.
 
-The C++ files go through torch's BuildExtension. The CUDA files hold no torch header, so nvcc
-compiles them here, also beside a torch without CUDA; the CUDA runtime is linked statically, and
-neither the driver nor torch's CUDA libraries are linked at all. Torch is imported when the library
-is built: metadata and the source archive are made without it.
+Torch's BuildExtension compiles the C++ files. The CUDA files include no torch header, so nvcc
+compiles them here, even if torch has no CUDA. The CUDA runtime is linked statically; the driver and
+torch's CUDA libraries are not linked. Only a build of the library imports torch, not one of
+metadata or of the source archive.
 
     SPEEDTORCH_CUDA=auto   CUDA kernels if nvcc is found (default)
     SPEEDTORCH_CUDA=1      stop if nvcc is not found
     SPEEDTORCH_CUDA=0      CPU kernels only
     SPEEDTORCH_CUDA_ARCHS  comma-separated GPU architectures instead of the list below
-    CXXFLAGS               more options for the C++ files, after all of ours
-    SPEEDTORCH_SANITIZE    gcc's for the C++ files: address,undefined or thread (make sanitize), or
-                           coverage, which counts how often lines run (make coverage)
-    MAX_JOBS               how many compilers run at once
+    CXXFLAGS               more options for the C++ files, after all others
+    SPEEDTORCH_SANITIZE    gcc's sanitizers for the C++ files: address,undefined or thread
+                           (make sanitize), or coverage, which counts line runs (make coverage)
+    MAX_JOBS               maximum number of compilers at once
 """
 
 import os
@@ -32,7 +32,7 @@ from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
 
-if int(setuptools.__version__.partition(".")[0]) < 77:  # it raises 91 lines about pyproject.toml
+if int(setuptools.__version__.partition(".")[0]) < 77:  # its own error has 91 lines
     raise SystemExit(
         f"speedtorch: needs setuptools >= 77, found {setuptools.__version__}:"
         " pip install -U 'setuptools>=77'"
@@ -51,11 +51,11 @@ NO_NVCC = (
     "speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or "
     "/usr/local/cuda"
 )
-WITHOUT = "SPEEDTORCH_CUDA=0 builds the CPU kernels alone"
+WITHOUT = "SPEEDTORCH_CUDA=0 builds only the CPU kernels"
 
 
 class Toolkit(NamedTuple):
-    """A CUDA toolkit: its compiler, what that calls itself, its headers, its static runtime."""
+    """A CUDA toolkit: compiler, compiler release, headers, static runtime and architectures."""
 
     nvcc: str
     version: str
@@ -65,7 +65,7 @@ class Toolkit(NamedTuple):
 
 
 def jobs() -> int:
-    """How many compilers may run at once."""
+    """The maximum number of compilers at once."""
     return max(1, int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))))
 
 
@@ -78,7 +78,7 @@ def output_of(*command: str) -> str:
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda, the first that is there."""
+    """The first nvcc in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda; None if there is none."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     named = [shutil.which(str(Path(home) / "bin" / "nvcc")) for home in homes]
     found = [*named, shutil.which("nvcc"), shutil.which("/usr/local/cuda/bin/nvcc")]
@@ -86,7 +86,7 @@ def find_nvcc() -> str | None:
 
 
 def open_toolkit(nvcc: str) -> Toolkit:
-    """Asks nvcc where its toolkit lies: nvcc itself may be a link or a script."""
+    """Finds the toolkit by `nvcc --dryrun`, because nvcc itself may be a link or a script."""
     dryrun = output_of(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull)
     top = re.search(r"^#\$ TOP=(.*)$", dryrun, re.MULTILINE)
     home = Path(top[1].strip() if top else Path(nvcc).resolve().parent.parent).resolve()
@@ -108,26 +108,31 @@ def open_toolkit(nvcc: str) -> Toolkit:
 
 
 def architectures(nvcc: str) -> tuple[int, ...]:
-    """Those of SPEEDTORCH_CUDA_ARCHS, of which nvcc must know each; else what it knows of ARCHS."""
+    """The architectures to compile for: SPEEDTORCH_CUDA_ARCHS, or all of ARCHS that nvcc supports.
+
+    Raises SetupError if nvcc does not support one of SPEEDTORCH_CUDA_ARCHS, or none of ARCHS.
+    """
     known = {int(number) for number in re.findall(r"_(\d+)\b", output_of(nvcc, "--list-gpu-arch"))}
-    asked = os.environ.get("SPEEDTORCH_CUDA_ARCHS")
-    if not asked:
+    requested = os.environ.get("SPEEDTORCH_CUDA_ARCHS")
+    if not requested:
         archs = known.intersection(ARCHS)
         if not archs:
-            raise SetupError(f"speedtorch: {nvcc} knows none of the architectures {ARCHS}")
+            raise SetupError(
+                f"speedtorch: {nvcc} supports none of the architectures {ARCHS}; {WITHOUT}"
+            )
         return tuple(sorted(archs))
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip() for name in requested.split(",")]
     unknown = [name for name in names if not name.isdecimal() or int(name) not in known]
     if unknown:
         raise SetupError(
-            f"speedtorch: SPEEDTORCH_CUDA_ARCHS={asked}: {nvcc} knows no architecture "
+            f"speedtorch: SPEEDTORCH_CUDA_ARCHS={requested}: {nvcc} supports no architecture "
             f"{', '.join(unknown)}; allowed are {', '.join(map(str, sorted(known)))}"
         )
     return tuple(sorted(set(map(int, names))))
 
 
 def toolkit() -> Toolkit | None:
-    """The CUDA toolkit that SPEEDTORCH_CUDA and this machine give, None for the CPU alone."""
+    """The CUDA toolkit that SPEEDTORCH_CUDA selects; None for a build without CUDA."""
     choice = os.environ.get("SPEEDTORCH_CUDA") or "auto"
     if choice not in ("auto", "1", "0"):
         raise SetupError(f"speedtorch: SPEEDTORCH_CUDA={choice}; allowed are auto, 1 and 0")
@@ -138,7 +143,7 @@ def toolkit() -> Toolkit | None:
 
 
 def find_torch() -> ModuleType:
-    """The torch to build with, or one line that says what to do."""
+    """Imports torch. Raises SetupError with a remedy if torch is missing or older than 2.11."""
     try:
         import torch
         import torch.utils.cpp_extension
@@ -148,14 +153,16 @@ def find_torch() -> ModuleType:
             "install torch, then run pip install --no-build-isolation ."
         ) from None
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        raise SetupError(f"speedtorch: needs torch >= 2.11, found {torch.__version__}")
+        raise SetupError(
+            f"speedtorch: needs torch >= 2.11, found {torch.__version__}: upgrade torch"
+        )
     return torch
 
 
 def check_compiler() -> None:
-    """Refuses a missing C++ compiler, of which torch and setuptools would say so in 200 lines."""
+    """Raises SetupError without a C++ compiler; torch's own error has 200 lines."""
     named = os.environ.get("CXX", "").strip()
-    # Without CXX torch compiles with c++, and setuptools links with what Python was built with.
+    # Without CXX, torch compiles with c++, and setuptools links with Python's own compiler.
     for compiler in [named] if named else ["c++", sysconfig.get_config_var("CXX") or "c++"]:
         program = shlex.split(compiler)[0]
         if shutil.which(program) is None:
@@ -166,7 +173,7 @@ def check_compiler() -> None:
 
 
 def outdated(target: Path, record: Path, command: str, inputs: list[Path]) -> bool:
-    """True if a file is missing, an input is newer, or another command made the target."""
+    """Whether a file is missing, an input is newer, or another command made the target."""
     if not target.is_file() or not record.is_file() or record.read_text() != command:
         return True
     if not all(path.is_file() for path in inputs):
@@ -180,7 +187,7 @@ def headers() -> list[Path]:
 
 
 def read_by(made: Path) -> list[Path]:
-    """The files that nvcc has read for an object, from the make rule that nvcc wrote."""
+    """The files that nvcc read for an object, from the make rule that nvcc wrote."""
     rule = made.read_text().partition(": ")[2] if made.is_file() else ""
     return [ROOT / name for name in rule.replace("\\\n", " ").split()]
 
@@ -222,10 +229,10 @@ def compile_cuda(cuda: Toolkit) -> list[str]:
 
 
 class Build(build):
-    """The command build: what the library needs is looked for before any file is copied."""
+    """The command `build`; checks the requirements before it copies a file."""
 
     def run(self) -> None:
-        """Refuses to build without torch, a compiler, or the toolkit that was asked for."""
+        """Builds the library. Raises SetupError without torch, a compiler or the requested CUDA."""
         find_torch()
         toolkit()
         check_compiler()
@@ -233,13 +240,13 @@ class Build(build):
 
 
 class BuildLibrary(build_ext):
-    """The command build_ext: torch's BuildExtension, made when the library is built.
+    """The command `build_ext`; creates torch's BuildExtension only to build the library.
 
-    The source archive and the metadata ask this command, too, for the names of files.
+    setuptools also runs this command to list files for the source archive and the metadata.
     """
 
     def finalize_options(self) -> None:
-        """Keeps C++ objects below build/, where an editable install would use a new folder."""
+        """Stores C++ objects in build/; an editable install would use a new folder each time."""
         super().finalize_options()
         kind = f"-{SANITIZE}" if SANITIZE else ""
         self.build_temp = str(BUILD / f"cpp.{sysconfig.get_platform()}{kind}")
@@ -254,8 +261,8 @@ class BuildLibrary(build_ext):
         if cuda:
             extension.extra_compile_args += ["-DSPEEDTORCH_CUDA=1", "-isystem", str(cuda.include)]
             extension.extra_objects += [*compile_cuda(cuda), str(cuda.cudart)]
-        print(f"speedtorch: {cuda.version if cuda else 'no CUDA: CPU kernels alone'}", flush=True)
-        # Without ninja, setuptools looks at dates alone and would keep the objects of other flags.
+        print(f"speedtorch: {cuda.version if cuda else 'no CUDA: only CPU kernels'}", flush=True)
+        # Without ninja, setuptools compares only dates, and would keep objects of other flags.
         command = shlex.join([*extension.extra_compile_args, *extension.extra_objects])
         record = Path(f"{self.build_temp}.command")
         if not record.is_file() or record.read_text() != command:
@@ -264,19 +271,19 @@ class BuildLibrary(build_ext):
         record.unlink(missing_ok=True)
         builder = torch.utils.cpp_extension.BuildExtension(self.distribution)
         vars(builder).update(vars(self))  # the options, the compiler and the extension
-        builder.force = self.force or builder.use_ninja  # ninja knows what has changed
+        builder.force = self.force or builder.use_ninja  # ninja finds changed files
         builder.build_extensions()
         record.write_text(command)
 
 
 def library() -> Extension:
-    """The extension module, without what only torch knows."""
+    """The extension module, without the options that add_torch() reads from torch."""
     return Extension(
         "speedtorch._C",
         sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
         depends=[str(path.relative_to(ROOT)) for path in [*headers(), *ROOT.glob("csrc/**/*.cu")]],
         include_dirs=[str(ROOT / "csrc")],
-        # The CUDA runtime's symbols stay inside: torch brings a runtime of its own.
+        # The CUDA runtime's symbols must be hidden, because torch links its own runtime.
         extra_link_args=[
             *("-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-ldl", "-lrt", "-lpthread"),
             *([INSTRUMENT] if SANITIZE else ()),
@@ -288,7 +295,7 @@ def library() -> Extension:
 
 
 def add_torch(extension: Extension, torch: ModuleType) -> None:
-    """Adds the options of the C++ compiler; libtorch_cpu is all that is linked of torch.
+    """Adds the options of the C++ compiler, and links only libtorch_cpu of torch's libraries.
 
     A program without Python has no torch_python, and a torch without CUDA has no torch_cuda.
     """
@@ -297,21 +304,20 @@ def add_torch(extension: Extension, torch: ModuleType) -> None:
     # Messages name files without the folders of the machine that built the library.
     for folder, name in ((ROOT, "."), (Path(str(torch.__file__)).parent, "torch")):
         flags += [f"-ffile-prefix-map={folder}={name}"]
-    # A folder named with -isystem counts as a system folder although it is named with -I too: only
-    # our own files give warnings.
+    # -isystem has precedence over -I for the same folder, and disables warnings from its headers.
     folders = torch.utils.cpp_extension.include_paths()
     for path in folders:
         flags += ["-isystem", path]
     if SANITIZE == "coverage":
-        # Threads count, too. Lines of optimized code are not those of the source.
+        # Atomic counters count all threads. Optimized code has no exact source lines.
         flags += [INSTRUMENT, "-fprofile-update=atomic", "-Og"]
     elif SANITIZE:
-        # Pointers to torch's classes cannot be checked: their type information stays in torch.
+        # Torch exports no type information of its classes, so pointers to them cannot be checked.
         flags += [INSTRUMENT, "-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g1"]
-        # Python's own flags may have -fwrapv, with which no sum of integers is too large.
+        # Python's own flags may have -fwrapv, which makes integer overflow defined.
         flags += ["-fno-wrapv"]
     if SANITIZE == "thread":
-        flags += ["-fno-builtin"]  # csrc/core/announced_copies.cpp has what is called, not expanded
+        flags += ["-fno-builtin"]  # announced_copies.cpp reports calls, not inlined code
     if LIMITED_API:
         flags += [f"-DPy_LIMITED_API={PYTHON_TARGET}"]
     flags += shlex.split(os.environ.get("CXXFLAGS", ""))

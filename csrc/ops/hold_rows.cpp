@@ -21,13 +21,13 @@ namespace {
 
 constexpr const char* kOp = "hold_rows";
 
-std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, const Tensors& left,
-                                  const Tensor& held_ids) {
+std::vector<HeldField> check_held(const Tensors& held, const Tensors& incoming,
+                                  const Tensors& evicted, const Tensor& held_ids) {
   check_fields(kOp, "held", held.size());
-  if (coming.size() != held.size() || (!left.empty() && left.size() != held.size())) {
-    throw_value_error(kOp,
-                      "held, coming and left must have the same length (left may be empty), got ",
-                      held.size(), ", ", coming.size(), " and ", left.size());
+  if (incoming.size() != held.size() || (!evicted.empty() && evicted.size() != held.size())) {
+    throw_value_error(
+        kOp, "held, incoming and evicted must have the same length (evicted may be empty), got ",
+        held.size(), ", ", incoming.size(), " and ", evicted.size());
   }
   std::vector<HeldField> fields(held.size());
   for (size_t k = 0; k < held.size(); ++k) {
@@ -40,8 +40,8 @@ std::vector<HeldField> check_held(const Tensors& held, const Tensors& coming, co
                         ", the length of held_ids");
     };
     fields[k].held = check_side("held", held[k]);
-    fields[k].incoming = check_side("coming", coming[k]);
-    if (!left.empty()) fields[k].evicted = check_side("left", left[k]);
+    fields[k].incoming = check_side("incoming", incoming[k]);
+    if (!evicted.empty()) fields[k].evicted = check_side("evicted", evicted[k]);
   }
   return fields;
 }
@@ -51,9 +51,9 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
   const int64_t named = check_count(kOp, "counts[0]", changes.counts[0], changes.max_named);
   const int64_t kept = check_count(kOp, "counts[1]", changes.counts[1], ids.size);
   const int64_t evicted = check_count(kOp, "counts[3]", changes.counts[3], ids.size);
-  check_places_on_cpu(kOp, "stay_places", changes.kept_places, kept, ids.size);
-  check_places_on_cpu(kOp, "stay_from", changes.kept_from, kept, ids.size);
-  check_places_on_cpu(kOp, "leaving_places", changes.evicted_places, evicted, ids.size);
+  check_places_on_cpu(kOp, "kept_places", changes.kept_places, kept, ids.size);
+  check_places_on_cpu(kOp, "kept_from", changes.kept_from, kept, ids.size);
+  check_places_on_cpu(kOp, "evicted_places", changes.evicted_places, evicted, ids.size);
   all.mark_written();
   for (const HeldField& field : fields) {
     const Rows &held = field.held, &incoming = field.incoming;
@@ -75,46 +75,46 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
   *ids.status = status_of_distinct(named, ids.status->rows);
 }
 
-void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
-               const Tensor& stay_places, const Tensor& stay_from, const Tensor& leaving,
-               const Tensor& leaving_places, const Tensor& counts, const Tensor& ids,
-               const Tensor& held_ids, const Tensor& held_status, const Tensor& left_ids,
-               const Tensor& left_count) {
+void hold_rows(const Tensors& held, const Tensors& incoming, const Tensors& evicted,
+               const Tensor& kept_places, const Tensor& kept_from, const Tensor& evicted_ids,
+               const Tensor& evicted_places, const Tensor& counts, const Tensor& ids,
+               const Tensor& held_ids, const Tensor& held_status, const Tensor& saved_ids,
+               const Tensor& saved_count) {
   const Arguments all(
-      kOp,
-      {written("held", held, true), written("coming", coming, true), written("left", left, true),
-       read("stay_places", stay_places), read("stay_from", stay_from), read("leaving", leaving),
-       read("leaving_places", leaving_places), read("counts", counts), read("ids", ids),
-       written("held_ids", held_ids), written("held_status", held_status),
-       written("left_ids", left_ids), written("left_count", left_count)});
+      kOp, {written("held", held, true), written("incoming", incoming, true),
+            written("evicted", evicted, true), read("kept_places", kept_places),
+            read("kept_from", kept_from), read("evicted_ids", evicted_ids),
+            read("evicted_places", evicted_places), read("counts", counts), read("ids", ids),
+            written("held_ids", held_ids), written("held_status", held_status),
+            written("saved_ids", saved_ids), written("saved_count", saved_count)});
   auto check_as_list = [&](const char* name, const Tensor& list, int64_t size) {
     check_list(kOp, name, list, "held_ids", held_ids, size);
   };
   const int64_t rows = held_ids.numel();
   check_as_list("held_ids", held_ids, rows);
   check_as_list("held_status", held_status, kPlanStatusFields);
-  check_as_list("stay_places", stay_places, rows);
-  check_as_list("stay_from", stay_from, rows);
-  check_as_list("leaving", leaving, rows);
-  check_as_list("leaving_places", leaving_places, rows);
-  check_as_list("left_ids", left_ids, rows);
-  check_as_list("left_count", left_count, 1);
+  check_as_list("kept_places", kept_places, rows);
+  check_as_list("kept_from", kept_from, rows);
+  check_as_list("evicted_ids", evicted_ids, rows);
+  check_as_list("evicted_places", evicted_places, rows);
+  check_as_list("saved_ids", saved_ids, rows);
+  check_as_list("saved_count", saved_count, 1);
   check_as_list("counts", counts, 4);
   check_as_list("ids", ids, ids.numel());
-  const std::vector<HeldField> fields = check_held(held, coming, left, held_ids);
+  const std::vector<HeldField> fields = check_held(held, incoming, evicted, held_ids);
   all.check_memory();
-  const HeldChanges changes{.kept_places = data_of(stay_places),
-                            .kept_from = data_of(stay_from),
-                            .evicted_places = data_of(leaving_places),
+  const HeldChanges changes{.kept_places = data_of(kept_places),
+                            .kept_from = data_of(kept_from),
+                            .evicted_places = data_of(evicted_places),
                             .counts = data_of(counts),
                             .max_named = std::min(rows, ids.numel())};
   const HeldIds now{.ids = data_of(ids),
                     .held_ids = data_of(held_ids),
                     .status = reinterpret_cast<PlanStatus*>(data_of(held_status)),
                     .size = rows,
-                    .evicted_ids = data_of(leaving),
-                    .saved_ids = left.empty() ? nullptr : data_of(left_ids),
-                    .saved_count = data_of(left_count)};
+                    .evicted_ids = data_of(evicted_ids),
+                    .saved_ids = evicted.empty() ? nullptr : data_of(saved_ids),
+                    .saved_count = data_of(saved_count)};
   if (held_ids.is_cpu()) return hold_on_cpu(fields, changes, now, all);
   const CurrentStream stream(kOp, held_ids);
   all.mark_written();
@@ -136,10 +136,12 @@ void hold_rows(const Tensors& held, const Tensors& coming, const Tensors& left,
 }
 
 const Ops kOps{
-    {"hold_rows(Tensor(a! -> *)[] held, Tensor(b! -> *)[] coming, Tensor(c! -> *)[] left, Tensor "
-     "stay_places, Tensor stay_from, Tensor leaving, Tensor leaving_places, Tensor counts, Tensor "
-     "ids, Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) left_ids, Tensor(g!) "
-     "left_count) -> ()",
+    {"hold_rows(Tensor(a! -> *)[] held, Tensor(b! -> *)[] incoming, Tensor(c! -> *)[] evicted, "
+     "Tensor "
+     "kept_places, Tensor kept_from, Tensor evicted_ids, Tensor evicted_places, Tensor counts, "
+     "Tensor "
+     "ids, Tensor(d!) held_ids, Tensor(e!) held_status, Tensor(f!) saved_ids, Tensor(g!) "
+     "saved_count) -> ()",
      TORCH_BOX(&hold_rows)},
 };
 

@@ -224,8 +224,8 @@ int launch_table_ids(const TableIds& work, void* stream);
 enum class ShardFault : int64_t { kNone = 0, kBadIds = 1, kOverShare = 3, kOtherModule = 4 };
 
 // Maps ids to the ranks that own their rows, in blocks of rows. Row `id` has the number `id +
-// distances[id / block]`. Rank r owns the numbers in [r * room, (r + 1) * room). An id that is not
-// a row has the number end().
+// distances[id / block]`. Rank r owns the numbers from r * rows_per_rank up to, but without,
+// (r + 1) * rows_per_rank. An id that is not a row has the number end().
 struct ShardIds {
   const void* ids;  // [count], of int64 if `wide`, else of int32
   bool wide;
@@ -233,7 +233,7 @@ struct ShardIds {
   const int64_t* distances;
   int64_t rows;
   int64_t block;
-  int64_t room;
+  int64_t rows_per_rank;
   int64_t ranks;
   int64_t share;  // maximum rows to request from a rank, and the size of its block; -1: no maximum
   int64_t* numbers;  // [count]
@@ -247,7 +247,7 @@ struct ShardIds {
   int64_t* places;   // [count]: place of each id's row in the blocks
   int64_t* entries;  // [ranks * share]: index in the plan's `unique`, or `count` for padding
 
-  constexpr int64_t end() const { return ranks * room; }
+  constexpr int64_t end() const { return ranks * rows_per_rank; }
   constexpr int64_t sent_size() const { return share < 0 ? count : ranks * (share + 1); }
 
   constexpr int64_t number_of(int64_t id) const {
@@ -266,7 +266,7 @@ struct ShardIds {
     return share >= 0 && named > share ? ShardFault::kOverShare : ShardFault::kNone;
   }
   constexpr int64_t place_of(const PlanView& plan, int64_t i) const {
-    const int64_t rank = numbers[i] < end() ? numbers[i] / room : ranks;
+    const int64_t rank = numbers[i] < end() ? numbers[i] / rows_per_rank : ranks;
     const int64_t place = plan.inverse[i] - begins[rank] + rank * share;
     const int64_t last = ranks * share - 1;  // reached for invalid ids or more than `share` rows
     return place < 0 || last < 0 ? 0 : place < last ? place : last;
@@ -274,7 +274,7 @@ struct ShardIds {
   // Writes entry `i` of `sent`, and the entry of `entries` at the same place.
   constexpr void send(const PlanView& plan, int64_t i, ShardFault fault) const {
     if (share < 0) {
-      sent[i] = i < begins[ranks] ? plan.unique[i] % room : -1;
+      sent[i] = i < begins[ranks] ? plan.unique[i] % rows_per_rank : -1;
       return;
     }
     const int64_t rank = i / (share + 1), column = i % (share + 1);
@@ -283,7 +283,7 @@ struct ShardIds {
     if (column == share) {
       sent[i] = static_cast<int64_t>(fault);
     } else {
-      sent[i] = is_row ? plan.unique[entry] - rank * room : -1;
+      sent[i] = is_row ? plan.unique[entry] - rank * rows_per_rank : -1;
       entries[rank * share + column] = is_row ? entry : count;
     }
   }

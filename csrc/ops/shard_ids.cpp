@@ -35,14 +35,14 @@ void check_product(const char* name, int64_t factor, int64_t ranks, int64_t most
 }
 
 void check_shards(const Tensor& ids, const Tensor& distances, int64_t rows, int64_t block,
-                  int64_t room, int64_t ranks, int64_t share) {
+                  int64_t rows_per_rank, int64_t ranks, int64_t share) {
   check_ids_kind(kShard, "ids", ids);
   check_at_least("rows", rows, 0);
   check_at_least("block", block, 1);
-  check_at_least("room", room, 0);
+  check_at_least("rows_per_rank", rows_per_rank, 0);
   check_at_least("ranks", ranks, 1);
   check_at_least("share", share, -1);
-  check_product("room", room, ranks, std::numeric_limits<int64_t>::max() - 1);
+  check_product("rows_per_rank", rows_per_rank, ranks, std::numeric_limits<int64_t>::max() - 1);
   check_product("share", share, ranks, std::numeric_limits<int32_t>::max() - ranks);
   const int64_t blocks = rows / block + (rows % block != 0);
   check_list(kShard, "distances", distances, "ids", ids, std::max<int64_t>(blocks, 1));
@@ -60,7 +60,8 @@ void fill_on_cpu(const ShardIds& work, const PlanView& plan) {
   const int64_t distinct = plan.status->distinct;
   for (int64_t rank = 0; rank <= work.ranks; ++rank) {
     work.begins[rank] =
-        std::lower_bound(plan.unique, plan.unique + distinct, rank * work.room) - plan.unique;
+        std::lower_bound(plan.unique, plan.unique + distinct, rank * work.rows_per_rank) -
+        plan.unique;
   }
   work.begins[work.ranks + 1] = distinct;
   ShardFault fault = work.fault_of(work.ranks);
@@ -76,9 +77,9 @@ void fill_on_cpu(const ShardIds& work, const PlanView& plan) {
 // Returns the numbers of the rows, their plan, the counts and the rows to send. With a share, also
 // the places of the ids' rows in the blocks, and the entries of `unique` in the blocks.
 Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int64_t block,
-                  int64_t room, int64_t ranks, int64_t share) {
+                  int64_t rows_per_rank, int64_t ranks, int64_t share) {
   const Arguments all(kShard, {read("ids", ids), read("distances", distances)});
-  check_shards(ids, distances, rows, block, room, ranks, share);
+  check_shards(ids, distances, rows, block, rows_per_rank, ranks, share);
   all.check_memory();
   std::optional<CurrentStream> stream;
   if (!ids.is_cpu()) stream.emplace(kShard, ids);
@@ -98,7 +99,7 @@ Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int6
                       .distances = data_of(distances),
                       .rows = rows,
                       .block = block,
-                      .room = room,
+                      .rows_per_rank = rows_per_rank,
                       .ranks = ranks,
                       .share = share,
                       .numbers = data_of(numbers),
@@ -166,7 +167,8 @@ std::tuple<Tensor, Tensor> requested_ids(const Tensor& blocks, int64_t none,
 }
 
 const Ops kOps{
-    {"shard_ids(Tensor ids, Tensor distances, int rows, int block, int room, int ranks, int share) "
+    {"shard_ids(Tensor ids, Tensor distances, int rows, int block, int rows_per_rank, int ranks, "
+     "int share) "
      "-> Tensor[]",
      TORCH_BOX(&shard_ids)},
     {"requested_ids(Tensor blocks, int none, Tensor? differs=None) -> (Tensor, Tensor)",

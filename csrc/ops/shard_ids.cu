@@ -24,8 +24,9 @@ __global__ void number_ids_kernel(ShardIds work) {
 __global__ void count_by_rank_kernel(ShardIds work, PlanView plan) {
   const int64_t distinct = plan.status->distinct;
   for (int64_t rank = threadIdx.x; rank <= work.ranks + 1; rank += blockDim.x) {
-    work.begins[rank] =
-        rank > work.ranks ? distinct : lower_bound(plan.unique, distinct, rank * work.room);
+    work.begins[rank] = rank > work.ranks
+                            ? distinct
+                            : lower_bound(plan.unique, distinct, rank * work.rows_per_rank);
   }
   __syncthreads();
   bool is_over = false;

@@ -87,10 +87,10 @@ class SleepReport:
     or does not belong to torch's allocator."""
 
     def __str__(self) -> str:
-        asleep = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())
+        offloaded = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())
         speed = self.bytes_copied / self.seconds / 1e9 if self.seconds else 0.0
         lines = [
-            f"asleep     {asleep or 'nothing'}",
+            f"asleep     {offloaded or 'nothing'}",
             f"copied     {text_of(self.bytes_copied)} in {self.seconds:.3f} s, {speed:.1f} GB/s",
             f"device     {text_of(abs(self.device_bytes))}"
             f" {'taken' if self.device_bytes < 0 else 'freed'}",
@@ -176,9 +176,9 @@ class TrainingState:
         self._discarded = {part: Discarded(self.device, _REMEDIES[part]) for part in PARTS}
 
     def __repr__(self) -> str:
-        asleep = [part for part, offloader in self._parts.items() if offloader.is_offloaded]
+        offloaded = [part for part, offloader in self._parts.items() if offloader.is_offloaded]
         owners = f"{type(self._model).__name__}, {len(self._optimizers)} optimizers"
-        return f"{type(self).__name__}({owners}, device={self.device}, asleep={asleep})"
+        return f"{type(self).__name__}({owners}, device={self.device}, asleep={offloaded})"
 
     @property
     def is_asleep(self) -> bool:

@@ -343,16 +343,20 @@ def test_long_lists_are_checked_as_short_ones_are() -> None:
 
 
 def held_after(
-    held: list[Tensor], coming: list[Tensor], left: list[Tensor], changes: list[Tensor], named: int
+    held: list[Tensor],
+    incoming: list[Tensor],
+    saved: list[Tensor],
+    changes: list[Tensor],
+    named: int,
 ) -> list[list[Tensor]]:
-    """The reference: held, coming and left after stays, origins and leaving places."""
-    stay_places, stay_from, leaving_places = changes
-    after = [[tensor.clone() for tensor in fields] for fields in (coming, left)]
+    """The reference: held, incoming and saved rows after a step of hold_rows."""
+    kept_places, kept_from, evicted_places = changes
+    after = [[tensor.clone() for tensor in fields] for fields in (incoming, saved)]
     for k, rows in enumerate(held):
-        after[0][k][stay_places] = rows[stay_from]
+        after[0][k][kept_places] = rows[kept_from]
         after[0][k][named:] = 0
-        if left:
-            after[1][k][: len(leaving_places)] = rows[leaving_places]
+        if saved:
+            after[1][k][: len(evicted_places)] = rows[evicted_places]
     return [[tensor.clone() for tensor in after[0]], *after]
 
 
@@ -365,33 +369,33 @@ def test_rows_are_held_as_the_places_say(
     device: str, counts: tuple[int, int, int], aside: bool
 ) -> None:
     rows, (named, kept, evicted) = 23, counts
-    held, coming = fields_of(rows, 1), fields_of(rows, 2)
-    left = fields_of(rows, 3) if aside else []
+    held, incoming = fields_of(rows, 1), fields_of(rows, 2)
+    saved = fields_of(rows, 3) if aside else []
     changes = [some(kept, max(named, 1), 1), some(kept, rows, 2), some(evicted, rows, 3)]
     ids = some(named, ROWS, 4)
-    expected = held_after(held, coming, left, changes, named)
-    actual = [[tensor.to(device) for tensor in fields] for fields in (held, coming, left)]
-    held_ids, left_ids = (torch.full((rows,), 77, device=device) for _ in range(2))
-    status, left_count = (torch.full((size,), 99, device=device) for size in (8, 1))
+    expected = held_after(held, incoming, saved, changes, named)
+    actual = [[tensor.to(device) for tensor in fields] for fields in (held, incoming, saved)]
+    held_ids, saved_ids = (torch.full((rows,), 77, device=device) for _ in range(2))
+    status, saved_count = (torch.full((size,), 99, device=device) for size in (8, 1))
     lists = [padded(tensor, rows, 10**9).to(device) for tensor in changes]
     evicted_ids = padded(some(evicted, ROWS, 5), rows).to(device)
     ops.hold_rows(
         *(*actual, *lists[:2], evicted_ids, lists[2]),
         torch.tensor([named, kept, 99, evicted], device=device),
-        *(padded(ids, rows + 3, 88).to(device), held_ids, status, left_ids, left_count),
+        *(padded(ids, rows + 3, 88).to(device), held_ids, status, saved_ids, saved_count),
     )
     for mine, theirs in zip(actual, expected, strict=True):
         assert_same_fields(mine, theirs)
     assert held_ids.tolist() == padded(ids, rows, NO_ID).tolist()
-    assert left_ids.tolist() == (evicted_ids.tolist() if aside else [77] * rows)
-    assert left_count.tolist() == [evicted if aside else 99]
+    assert saved_ids.tolist() == (evicted_ids.tolist() if aside else [77] * rows)
+    assert saved_count.tolist() == [evicted if aside else 99]
     assert status.tolist() == [0, named, 0, named, 99, named, named, 0]
 
 
 @pytest.mark.parametrize("fields", [1, 16, 17, 40])
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_number_of_fields_is_held_and_cleared(device: str, fields: int) -> None:
-    held, coming, left = (
+    held, incoming, saved = (
         [torch.full((3, k % 5 + 1), value, device=device) for k in range(fields)]
         for value in (1.0, 2.0, 3.0)
     )
@@ -399,10 +403,10 @@ def test_any_number_of_fields_is_held_and_cleared(device: str, fields: int) -> N
     numbers = torch.tensor([2, 1, 1, 1], device=device)
     ids, status = torch.zeros(3, dtype=torch.int64, device=device), status_of(0, device)
     more = [places.clone(), ids, status, ids.clone(), numbers[:1].clone()]
-    ops.hold_rows(held, coming, left, places, places, places, places, numbers, *more)
-    for now, kept in zip(held, left, strict=True):
+    ops.hold_rows(held, incoming, saved, places, places, places, places, numbers, *more)
+    for now, kept in zip(held, saved, strict=True):
         assert now[:, 0].tolist() == [2, 1, 0] and kept[:, 0].tolist() == [1, 3, 3]
-    ops.clear_rows([*held, coming[0][:1]], numbers[1:2])
+    ops.clear_rows([*held, incoming[0][:1]], numbers[1:2])
     for now in held:
         assert now[0].eq(2).all() and not now[1:].any()
 
@@ -452,20 +456,20 @@ class Training:
         memory = "plain" if device == "cpu" else "auto"
         self.table = speedtorch.empty((ROWS, 3), memory=memory).zero_()
         self.block = Block(capacity, device)
-        self.held, self.coming = (torch.zeros(capacity, 3, device=device) for _ in range(2))
+        self.held, self.incoming = (torch.zeros(capacity, 3, device=device) for _ in range(2))
         self.index = torch.zeros(entries, dtype=torch.int64, device=device)
         self.expected = torch.zeros(ROWS, 3)
 
     def step(self) -> None:
         block, plan = self.block, speedtorch.plan_rows(self.index, ROWS)
         lists = block.compared(plan)
-        arriving, arriving_places, stay_places, stay_from, leaving, leaving_places, counts = lists
+        incoming, incoming_places, *kept, evicted, evicted_places, counts = lists
         ops.exchange_rows(
-            *([self.table], [self.held], leaving, leaving_places),
-            *([self.coming], arriving, arriving_places, 1, counts[3:], counts[2:3]),
+            *([self.table], [self.held], evicted, evicted_places),
+            *([self.incoming], incoming, incoming_places, 1, counts[3:], counts[2:3]),
         )
         ops.hold_rows(
-            *([self.held], [self.coming], [], stay_places, stay_from, leaving, leaving_places),
+            *([self.held], [self.incoming], [], *kept, evicted, evicted_places),
             *(counts, plan[0], block.ids, block.status, block.ids.clone(), counts[:1].clone()),
         )
         self.held += 1
@@ -486,7 +490,7 @@ class Training:
         assert self.block.ids.eq(NO_ID).all() and self.block.fault[0] == TOO_MANY
 
     def reset(self) -> None:
-        for tensor in (self.table, self.held, self.coming, self.block.halt, self.block.fault):
+        for tensor in (self.table, self.held, self.incoming, self.block.halt, self.block.fault):
             tensor.zero_()
         self.block.ids.fill_(-1)
         self.block.status.copy_(status_of(0, "cpu"))
@@ -585,32 +589,33 @@ def test_pageable_memory_is_refused_with_the_remedy() -> None:
 
 def test_rows_that_cannot_be_held_are_errors() -> None:
     rows, three = torch.ones(2, 3), numbers(0, 1, 2)
-    names = ["held", "coming", "left", "stay_places", "stay_from", "leaving", "leaving_places"]
+    names = ["held", "incoming", "evicted"]
+    names += ["kept_places", "kept_from", "evicted_ids", "evicted_places"]
     values = ([rows], [rows + 1], [rows + 2], *(numbers(0, 1) for _ in range(4)))
     given = dict(zip(names, values, strict=True)) | {"counts": numbers(2, 2, 0, 2)}
     given |= {"ids": numbers(4, 5), "held_ids": numbers(1, 3), "held_status": status_of(2, "cpu")}
-    given |= {"left_ids": numbers(0, 0), "left_count": numbers(0)}
+    given |= {"saved_ids": numbers(0, 0), "saved_count": numbers(0)}
     for name, value, message in (
         ("held", [], "held must have at least one field, got an empty list"),
-        ("coming", [], "must have the same length .left may be empty., got 1, 0 and 1"),
-        ("left", [rows + 2] * 2, "must have the same length .left may be empty., got 1, 1 and 2"),
+        ("incoming", [], "must have the same length .evicted may be empty., got 1, 0 and 1"),
+        ("evicted", [rows + 2] * 2, "length .evicted may be empty., got 1, 1 and 2"),
         (
-            "coming",
+            "incoming",
             [torch.ones(3, 3)],
-            r"coming\[0\] has 3 rows, expected 2, the length of held_ids",
+            r"incoming\[0\] has 3 rows, expected 2, the length of held_ids",
         ),
-        ("coming", [torch.ones(2, 4)], r"coming\[0\] has shape \[2, 4\], expected \[2, 3\]"),
+        ("incoming", [torch.ones(2, 4)], r"incoming\[0\] has shape \[2, 4\], expected \[2, 3\]"),
         (
-            "left",
+            "evicted",
             [rows.double()],
-            r"left\[0\] has dtype Double, expected Float, the dtype of held\[0\]",
+            r"evicted\[0\] has dtype Double, expected Float, the dtype of held\[0\]",
         ),
-        ("left", [torch.ones(3, 2).t()], r"each row of left\[0\] must be contiguous"),
+        ("evicted", [torch.ones(3, 2).t()], r"each row of evicted\[0\] must be contiguous"),
         ("held", [torch.ones(2, 6)[:, :3]], r"held\[0\] must be contiguous"),
-        ("leaving", three, r"leaving has shape \[3\], expected \[2\]"),
-        ("left_ids", three, r"left_ids has shape \[3\], expected \[2\]"),
-        ("left_count", three, r"left_count has shape \[3\], expected \[1\]"),
-        ("stay_from", three, r"stay_from has shape \[3\], expected \[2\]"),
+        ("evicted_ids", three, r"evicted_ids has shape \[3\], expected \[2\]"),
+        ("saved_ids", three, r"saved_ids has shape \[3\], expected \[2\]"),
+        ("saved_count", three, r"saved_count has shape \[3\], expected \[1\]"),
+        ("kept_from", three, r"kept_from has shape \[3\], expected \[2\]"),
         ("counts", three, r"counts has shape \[3\], expected \[4\]"),
         ("held_status", three, r"held_status has shape \[3\], expected \[8\]"),
         ("ids", torch.ones(2), "ids must be a contiguous int64 tensor"),
@@ -618,9 +623,9 @@ def test_rows_that_cannot_be_held_are_errors() -> None:
         ("counts", numbers(0, -1, 0, 0), r"counts\[1\] must be 0 to 2, got -1"),
         ("counts", numbers(0, 0, 0, 3), r"counts\[3\] must be 0 to 2, got 3"),
         ("ids", numbers(4), r"counts\[0\] must be 0 to 1, got 2"),
-        ("stay_places", numbers(0, 2), "stay_places has 2 at position 1, .* for 2 rows"),
-        ("stay_from", numbers(-1, 0), "stay_from has -1 at position 0, .* for 2 rows"),
-        ("leaving_places", numbers(0, 9), "leaving_places has 9 at position 1, .* for 2 rows"),
+        ("kept_places", numbers(0, 2), "kept_places has 2 at position 1, .* for 2 rows"),
+        ("kept_from", numbers(-1, 0), "kept_from has -1 at position 0, .* for 2 rows"),
+        ("evicted_places", numbers(0, 9), "evicted_places has 9 at position 1, .* for 2 rows"),
     ):
         with pytest.raises(ValueError, match=f"hold_rows: .*{message}"):
             ops.hold_rows(*(given | {name: value}).values())

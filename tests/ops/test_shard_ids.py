@@ -175,7 +175,7 @@ def test_requested_ids_are_the_reference(device: str, ranks: int, share: int) ->
 
 def test_arguments_that_do_not_fit_are_errors() -> None:
     ids, distances = torch.tensor([1, 2, 3]), torch.tensor([0, 4, 0])
-    numbers = {"rows": 6, "block": 2, "room": 4, "ranks": 2, "share": 3}
+    numbers = {"rows": 6, "block": 2, "rows_per_rank": 4, "ranks": 2, "share": 3}
     given: dict[str, Any] = {"ids": ids, "distances": distances, **numbers}
     changed: list[tuple[dict[str, Any], str]] = [
         ({"ids": ids.float()}, "ids must be int32 or int64"),
@@ -183,10 +183,10 @@ def test_arguments_that_do_not_fit_are_errors() -> None:
         ({"distances": distances.int()}, "distances must"),
         ({"rows": -1}, "rows must be at least 0, got -1"),
         ({"block": 0}, "block must be at least 1, got 0"),
-        ({"room": -1}, "room must be at least 0, got -1"),
+        ({"rows_per_rank": -1}, "rows_per_rank must be at least 0, got -1"),
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         ({"share": -2}, "share must be at least -1, got -2"),
-        ({"room": 2**62}, "room must be at most .* for 2 ranks"),
+        ({"rows_per_rank": 2**62}, "rows_per_rank must be at most .* for 2 ranks"),
         ({"share": 2**30}, "share must be at most .* for 2 ranks"),
     ]
     for changes, message in changed:

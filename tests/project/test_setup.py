@@ -148,7 +148,7 @@ def test_architectures_that_nvcc_does_not_know_are_refused(
         monkeypatch.setenv("SPEEDTORCH_CUDA_ARCHS", requested)
         text = refusal_of(tree, toolkit)
         assert f"SPEEDTORCH_CUDA_ARCHS={requested}: " in text
-        assert text.endswith(f"knows no architecture {unknown}; allowed are 80, 90")
+        assert text.endswith(f"supports no architecture {unknown}; allowed are 80, 90")
 
 
 @pytest.mark.slow
