@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, wraps
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -52,56 +52,73 @@ def watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+class _Found(NamedTuple):
+    """The Embedding weights that an optimizer holds, as an immutable value."""
+
+    weights: Sequence[RowWeight] = ()
+    places: Sequence[tuple[list[Any], int]] = ()
+    """The place of each weight: the group's parameter list, and the index."""
+    groups: Sequence[int] = ()
+    """The group number of each weight."""
+    references: Sequence[object] = ()
+    """The reference of each weight's rows to the weight."""
+    lists: Sequence[tuple[list[Any], int]] = ()
+    """The parameter list of each group, and its length."""
+
+
 class _OptimizerCache:
     """Cached facts of an optimizer, so that a step need not search all its parameters.
 
     Attributes:
         running: The last call of the own step function, in any thread, until the call ends.
         stateless: Settings with which the optimizer keeps no per-row state, by id() of the weight.
-        weights: The Embedding weights that the optimizer holds.
-        places: The place of each weight: the group's parameter list, and the index.
-        groups: The group number of each weight.
+        found: The weights, as of the last search.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.running: OptimizerStep | None = None
         self.stateless: dict[int, dict[str, Any]] = {}
-        self.weights: list[RowWeight] = []
-        self.places: list[tuple[list[Any], int]] = []
-        self.groups: list[int] = []
-        self._lists: list[tuple[list[Any], int]] = []
-        self._references: list[object] = []  # of the rows to their weights
+        self.found = _Found()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Becomes None in copies and pickles of an optimizer, which then need no speedtorch."""
         return type(None), ()
 
+    @property
+    def weights(self) -> Sequence[RowWeight]:
+        """The Embedding weights that the optimizer holds."""
+        return self.found.weights
+
     def find_weights(self, optimizer: Optimizer) -> bool:
         """Finds the weights again if the parameter lists changed. Returns whether any exist."""
         if not self._is_as_before(optimizer):
-            self.forget()  # until all attributes are set
-            found = [(at, at[0][at[1]]) for at in places_of_weights(optimizer)]
+            places = places_of_weights(optimizer)
+            weights = [held[place] for held, place in places]
             # A step in another thread may have replaced some weights.
-            known = zip(self.places, self.weights, strict=True)
-            found += [(at, weight) for at, weight in known if _is_replaced(at, weight)]
-            self.places = [at for at, _ in found]
-            self.weights[:] = [weight for _, weight in found]
-            self._references = [weight._rows._weight for weight in self.weights]
+            for at, weight in zip(self.found.places, self.found.weights, strict=True):
+                if _is_replaced(at, weight):
+                    places.append(at)
+                    weights.append(weight)
             lists = [group["params"] for group in optimizer.param_groups]
-            self._lists = [(params, len(params)) for params in lists]
             numbers = {id(params): number for number, params in enumerate(lists)}
-            self.groups = [numbers[id(held)] for held, _ in self.places]
-        return bool(self.places)
+            self.found = _Found(
+                weights,
+                places,
+                [numbers[id(held)] for held, _ in places],
+                [weight._rows._weight for weight in weights],
+                [(params, len(params)) for params in lists],
+            )
+        return bool(self.found.places)
 
     def _is_as_before(self, optimizer: Optimizer) -> bool:
-        groups, lists = optimizer.param_groups, self._lists
-        if len(groups) != len(lists):
+        groups, found = optimizer.param_groups, self.found
+        if len(groups) != len(found.lists):
             return False
-        for group, (held, count) in zip(groups, lists, strict=True):
+        for group, (held, count) in zip(groups, found.lists, strict=True):
             if group["params"] is not held or len(held) != count:
                 return False
-        for at, weight, known in zip(self.places, self.weights, self._references, strict=True):
+        for at, weight, known in zip(found.places, found.weights, found.references, strict=True):
             is_there = at[0][at[1]] is weight or _is_replaced(at, weight)
             if not is_there or weight._rows._weight is not known:
                 return False
@@ -109,7 +126,7 @@ class _OptimizerCache:
 
     def forget(self) -> None:
         """Makes the next step search all parameters again."""
-        self._lists = []
+        self.found = self.found._replace(lists=())
 
 
 def _is_replaced(at: tuple[list[Any], int], weight: RowWeight) -> bool:
@@ -146,8 +163,8 @@ class OptimizerStep:
         self.paused = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
-        self._weights, self._places, self._groups = [*cache.weights], cache.places, cache.groups
-        self._rows: list[TrainedRows] = [weight._rows for weight in self._weights]
+        self._found = cache.found
+        self._rows: list[TrainedRows] = [weight._rows for weight in cache.found.weights]
         self._stateless = cache.stateless
         self._thread = threading.get_ident()
         self._lent: Callable[[], object] = lambda: None
@@ -194,7 +211,7 @@ class OptimizerStep:
     def _check(self, *, looks_up: bool) -> None:
         """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
         groups = self.optimizer.param_groups
-        for (rows, weight, _), number in zip(self._tables(), self._groups, strict=True):
+        for (rows, weight, _), number in zip(self._tables(), self._found.groups, strict=True):
             _check(self.optimizer, rows, weight, groups[number], self._stateless)
             if not looks_up:
                 rows.exchange.steps.check_lookups()
@@ -240,7 +257,7 @@ class OptimizerStep:
     def finish(self) -> None:
         """Marks all rows as stepped, after the own step function has returned."""
         self.done = True
-        stepped = [*zip(self._rows, self._weights, strict=True)]
+        stepped = [*zip(self._rows, self._found.weights, strict=True)]
         self.stop()
         with as_plain():
             for rows, weight in stepped:
@@ -255,7 +272,7 @@ class OptimizerStep:
             self._lent()
             self._restore()
             # The rows may refer to an interrupted call for a while: drop references to them here.
-            self._frame, self._rows, self._weights, self._places = None, [], [], []
+            self._frame, self._rows, self._found = None, [], _Found()
 
     def clean_up(self) -> bool:
         """See OptimizerCall."""
@@ -290,7 +307,7 @@ class OptimizerStep:
         return False
 
     def _tables(self) -> Iterable[tuple[TrainedRows, RowWeight, tuple[list[Any], int]]]:
-        return zip(self._rows, self._weights, self._places, strict=True)
+        return zip(self._rows, self._found.weights, self._found.places, strict=True)
 
     def _restore(self) -> None:
         """Restores the weights in groups and state; can be repeated."""

@@ -466,6 +466,24 @@ def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
     assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 0.75]
 
 
+def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole() -> None:
+    files = source_files("optim/step_hooks.py")
+    for line in range(1, 500):
+        first, second = (speedtorch.Embedding(4, 2, _weight=torch.ones(4, 2)) for _ in range(2))
+        sgd = optim.SGD(first.parameters(), lr=0.25)
+        sgd.step()
+        sgd.add_param_group({"params": second.parameters()})
+        (first(torch.tensor([1])).sum() + second(torch.tensor([2])).sum()).backward()
+        with Lines(files, line, KeyboardInterrupt) as lines:
+            step_hooks._before_step(sgd, (), {})
+        sgd.step()
+        assert first.numpy()[:, 0].tolist() == [1, 0.75, 1, 1]
+        assert second.numpy()[:, 0].tolist() == [1, 1, 0.75, 1]
+        if lines.raised is None:
+            break
+    assert 20 < line < 499
+
+
 def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -> None:
     made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
     for line in range(1, 500):
