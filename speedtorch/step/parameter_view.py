@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.step.row_store import Fields
-from speedtorch.step.sparse_rows import SparseRows
+from speedtorch.step.sparse_rows import RowContent, SparseRows
 from speedtorch.step.step import Rows, Step
 from speedtorch.torch_internals import (
     as_plain,
@@ -59,8 +59,9 @@ class ParameterView:
     """Sets the step's rows as memory of the parameter and the optimizer, and reads them back.
 
     `parameter` uses the memory of the step's rows on their device. All attributes follow from the
-    Step and can be set again; no row is read back before all are set. `set_gradient` is a weak
-    reference to the function that sets the gradient of the weight.
+    Step and can be set again; no row is read back before all are set. `set_gradient` and `zeroed`
+    are weak references to functions: one sets the gradient of the weight, the other is called with
+    a gradient of the rows that user code has filled with zeros.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ParameterView:
         name: str,
         parameter: torch.nn.Parameter,
         set_gradient: Callable[[], Callable[[Tensor | None], None] | None] = lambda: None,
+        zeroed: Callable[[], Callable[[Tensor], None] | None] = lambda: None,
     ) -> None:
         self._name = name
         self.parameter = parameter
@@ -83,10 +85,10 @@ class ParameterView:
         zero_grad(set_to_none=False), independent of later lookups."""
         self.only_shows_zeros = False
         """Whether `zeros` were made for a reader and are not a gradient of the rows."""
-        self.shown: tuple[Tensor, Tensor, Tensor] | None = None
-        """The weight's gradient that was returned last, the rows' gradient at that time, and the
-        values whose memory both share."""
-        self._set_gradient = set_gradient
+        self.shown: tuple[Tensor, Tensor, Tensor, int] | None = None
+        """The weight's gradient that was returned last, the rows' gradient at that time, the
+        values whose memory both share, and the version of the first."""
+        self._set_gradient, self._zeroed = set_gradient, zeroed
         self.divisor = 1
         """Divisor of the gradient sum, applied once before a step or a read."""
         self.is_sum = False
@@ -153,12 +155,11 @@ class ParameterView:
         parameter = self.parameter
         return version_of(parameter) != self.version or parameter.data_ptr() != self._pointer
 
-    def note_zeros(self, gradient: Tensor | None) -> None:
+    def note_zeros(self, gradient: Tensor) -> None:
         """Records that zero_grad() has filled the rows' gradient with zeros."""
         are_same = self.zeros is not None and gradient is self.zeros[0]
         self.only_shows_zeros = self.only_shows_zeros and are_same
-        self.zeros = None if gradient is None else (gradient, version_of(gradient))
-        self.shows_zeros = gradient is not None
+        self.zeros, self.shows_zeros = (gradient, version_of(gradient)), True
 
     def make_zeros(self) -> Tensor | None:
         """Makes zeros for a reader of the gradient if `shows_zeros`, else returns None."""
@@ -185,13 +186,20 @@ class ParameterView:
 
     def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
         """Records a weight's gradient that shares the memory `values` of the rows' gradient."""
-        self.shown = shown, gradient, values
+        version = 0 if isinstance(shown, SparseRows) else version_of(shown)
+        self.shown = shown, gradient, values, version
 
     def shown_of(self, gradient: Tensor) -> Tensor | None:
         """The weight's gradient that was already returned for this rows' gradient, or None."""
         if self.shown is None or self.shown[1] is not gradient:
             return None
         return self.shown[0]
+
+    def gradient_of(self, content: RowContent) -> Tensor | None:
+        """The rows' gradient that was returned last, if `content` is its content, else None."""
+        if self.shown is None or getattr(self.shown[0], "content", None) is not content:
+            return None
+        return self.shown[1]
 
     def set_was_read(self) -> None:
         """Records that the caller has the weight's gradient and may write to it."""
@@ -202,7 +210,13 @@ class ParameterView:
         """Copies writes to the returned gradient of the weight to the rows' gradient."""
         if self.shown is None:
             return
-        shown, gradient, values = self.shown
+        shown, gradient, values, version = self.shown
+        is_plain = not isinstance(shown, SparseRows)
+        if is_plain and version_of(shown) != version and not len(sparse_values(shown)):
+            gradient.zero_()  # zero_() of a sparse tensor writes to no shared memory
+            if (zeroed := self._zeroed()) is not None:
+                zeroed(gradient)
+            return self.note_shown(shown, gradient, sparse_values(gradient))
         if gradient is not self.parameter.grad:
             self.shown = None
             return
@@ -214,8 +228,6 @@ class ParameterView:
         if not is_same and (set_gradient := self._set_gradient()) is not None:
             self.shown = None
             set_gradient(shown)
-            if shown.is_sparse and not sparse_values(shown).shape[0]:  # the result of zero_()
-                self.note_zeros(self.parameter.grad)
 
     def summand(self, added: Tensor) -> Tensor:
         """Converts the gradient of a lookup to the summand for the parameter's gradient."""

@@ -153,6 +153,7 @@ class PlannedSteps:
             return
         if len(now.seen) == now.planned_parts:
             return
+        held.view.collect()
         if (unseen := now.unseen()) and held.view.has_gradient():
             check_all_looked_up(held.name, now, unseen, held.padding)
 

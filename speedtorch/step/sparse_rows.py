@@ -78,14 +78,14 @@ class RowContent:
         *,
         scales: _Scales = (),
         local_only: str | None = None,
-        zeroed: Callable[[], Callable[[], object] | None] = lambda: None,
+        zeroed: Callable[[], Callable[[RowContent], object] | None] = lambda: None,
     ) -> None:
         self._ids = ids
         self.values, self.own_fill, self.scales = values, fill, scales
         self.dense: Tensor | None = None
         self.local_only = local_only
         self.zeroed = zeroed
-        """A weak reference to a function that is called after zero_()."""
+        """A weak reference to a function that is called with this content after zero_()."""
 
     @property
     def ids(self) -> Tensor:
@@ -287,7 +287,7 @@ def _note_written(name: str, contents: Sequence[RowContent]) -> None:
     increment_versions([content.values for content in contents])
     for content in contents:
         if name in ("zero_", "_foreach_zero_") and (zeroed := content.zeroed()) is not None:
-            zeroed()
+            zeroed(content)
 
 
 def _check_alike(name: str, args: Sequence[Any], contents: Sequence[RowContent]) -> None:

@@ -39,7 +39,8 @@ class WholeWeight(ClaimedRows):
     ) -> None:
         self._sums = GradientSums()
         self._zeroed = WeakMethod(self._note_zeroed)
-        view = ParameterView(name, parameter, WeakMethod(self.set_gradient))
+        set_gradient, note_zeros = WeakMethod(self.set_gradient), WeakMethod(self._note_zeros)
+        view = ParameterView(name, parameter, set_gradient, note_zeros)
         super().__init__(name, table, view, padding, capacity, rounding)
 
     @serialized
@@ -245,6 +246,11 @@ class WholeWeight(ClaimedRows):
                 view.set_was_read()
             if view.shown is not None and (shown := view.shown_of(gradient)) is not None:
                 return shown
+            if (
+                torch.is_inference_mode_enabled()
+            ):  # zero_() of an inference tensor could raise later
+                with torch.inference_mode(False):
+                    return self.weight_gradient()
             if gradient.is_sparse and self.table.shard_spec is None:
                 ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
                 (places,), values = sparse_indices(gradient), sparse_values(gradient)
@@ -286,13 +292,20 @@ class WholeWeight(ClaimedRows):
                 " new list to group['params'], or create the optimizer with the weight."
             )
 
-    def _note_zeroed(self) -> None:
-        """Called after the gradient was filled with zeros, as in zero_grad(set_to_none=False)."""
+    def _note_zeroed(self, content: RowContent) -> None:
+        """Called after zero_() of a SparseRows that was returned as the weight's gradient."""
         with self.lock:
+            gradient = self.parameter_view.gradient_of(content)
+            is_own = gradient is self.parameter.grad
             self.parameter_view.collect()
-            before = self.exchange.held.now.before
-            gradient = None if before is None else before.gradient
-            self.parameter_view.note_zeros(self.parameter.grad if gradient is None else gradient)
+            self._note_zeros(self.parameter.grad if is_own else gradient)
+
+    def _note_zeros(self, gradient: Tensor | None) -> None:
+        """Called after a gradient of the rows was filled with zeros; ignores a former gradient."""
+        before = self.exchange.held.now.before
+        is_before = before is not None and gradient is before.gradient
+        if gradient is not None and (is_before or gradient is self.parameter.grad):
+            self.parameter_view.note_zeros(gradient)
             self.exchange.note_zero_grad(is_zero=True)
 
     def set_gradient(self, value: Tensor | None) -> None:

@@ -447,6 +447,33 @@ def test_a_batch_that_was_given_up_leaves_nothing(
     del kept
 
 
+@pytest.mark.parametrize("make", [optim.Adam, optim.SparseAdam])
+def test_zeros_of_a_gradient_give_up_the_batch_whatever_the_layout(
+    make: type[optim.Optimizer],
+) -> None:
+    emb = speedtorch.Embedding(ROWS, 1, _weight=torch.ones(ROWS, 1), sparse=make is not optim.Adam)
+    adam = make(emb.parameters(), lr=0.1)  # type: ignore[call-arg]
+    speedtorch.attach(adam, emb)
+    emb(torch.arange(ROWS)).sum().backward()
+    adam.step()  # from now on a gradient of zeros moves a row
+    adam.zero_grad()
+    before = emb.state_dict()["weight"].clone()
+    emb.announce(ids(1, 2), ids(3))
+    emb(ids(1, 2)).sum().backward()
+    adam.zero_grad(set_to_none=False)
+    adam.step()
+    assert torch.equal(emb.state_dict()["weight"], before)
+    kept = emb(ids(4)).sum()
+    emb(ids(5)).sum().backward()
+    adam.zero_grad(set_to_none=False)
+    emb.announce(ids(6, 7), ids(8))
+    (emb(ids(6, 7)).sum() + emb(ids(8)).sum()).backward()
+    adam.step()
+    moved = (emb.state_dict()["weight"] != before).any(1)
+    assert moved.nonzero().flatten().tolist() == [6, 7, 8]
+    del kept
+
+
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_an_announce_after_an_exception_gives_up_the_one_before_it(capacity: int | None) -> None:
     trained = Trained(capacity=capacity)

@@ -131,9 +131,13 @@ def test_a_closure_sees_the_weight_as_the_table() -> None:
     assert seen == [(ROWS, WIDTH)]
 
 
-def test_zeros_that_zero_grad_leaves_move_no_row() -> None:
-    _, ours = pair()
-    adam = optim.Adam(ours.parameters(), lr=0.1)
+ADAMS = pytest.mark.parametrize("make", [optim.Adam, optim.SparseAdam])
+
+
+@ADAMS
+def test_zeros_that_zero_grad_leaves_move_no_row(make: type[optim.Optimizer]) -> None:
+    ours = speedtorch.Embedding(ROWS, WIDTH, sparse=make is optim.SparseAdam)
+    adam = make(ours.parameters(), lr=0.1)  # type: ignore[call-arg]
     speedtorch.attach(adam, ours)
     for _ in range(2):
         ours(IDS).sum().backward()
@@ -225,6 +229,39 @@ def test_a_gradient_of_zeros_that_follows_a_zero_grad_is_stepped() -> None:
             loss.backward()
             sgd.step()
     assert_same_bytes(rows_of(ours)[IDS], theirs.weight.detach()[IDS])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_zeros_in_a_former_gradient_leave_the_gradient_as_it_is(sparse: bool) -> None:
+    theirs, ours = pair(sparse=sparse)
+    for module in (theirs, ours):
+        sgd = optim.SGD(module.parameters(), lr=1.0)
+        module(IDS).sum().backward()
+        former = module.weight.grad
+        assert former is not None
+        sgd.zero_grad()
+        module(IDS + 2).sum().backward()
+        former.zero_()
+        module(IDS + 4).sum().backward()
+        sgd.step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gradient_read_in_inference_mode_can_be_zeroed_and_stays_the_same_tensor(
+    sparse: bool,
+) -> None:
+    _, ours = pair(sparse=sparse)
+    sgd = optim.SGD(ours.parameters(), lr=1.0)
+    before = rows_of(ours).clone()
+    ours(IDS).sum().backward()
+    with torch.inference_mode():
+        gradient = ours.weight.grad
+    sgd.zero_grad(set_to_none=False)
+    assert gradient is not None and ours.weight.grad is gradient
+    assert not gradient.to_dense().any()
+    sgd.step()
+    assert_same_bytes(rows_of(ours), before)
 
 
 def test_rows_that_an_optimizer_puts_in_other_memory_are_changed_without_a_gradient_too() -> None:
@@ -339,14 +376,18 @@ def test_zeros_in_the_place_of_a_gradient_before_its_step_are_stepped_with(
     assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
-def test_zeros_of_rows_that_wait_for_a_step_are_the_same_with_prefetch() -> None:
+@ADAMS
+def test_zeros_of_rows_that_wait_for_a_step_are_the_same_with_prefetch(
+    make: type[optim.Optimizer],
+) -> None:
     """A step left out, zeros for its gradient, and a batch that names no row of one table."""
     found = []
     for loop in (None, speedtorch.prefetch):
-        users, items = (speedtorch.Embedding(99, 2) for _ in range(2))
+        sparse = make is optim.SparseAdam
+        users, items = (speedtorch.Embedding(99, 2, sparse=sparse) for _ in range(2))
         model = nn.ModuleList([users, items])
         nn.init.ones_(items.weight)
-        adam = optim.Adam(model.parameters(), lr=0.1)
+        adam = make(model.parameters(), lr=0.1)  # type: ignore[call-arg]
         speedtorch.attach(adam, model)
         batches = [{users: IDS, items: IDS + number} for number in range(5)]
         turns = batches if loop is None else loop(batches, model, ids=lambda batch: batch)
