@@ -248,6 +248,7 @@ class PlainTraining:
         """A loop goes on or ends: its batch is not that of now; of these tables, or of all."""
         for number in numbers or range(len(self.tables)):
             self.tables[number].due = ()
+            self.tables[number].end_batch()
 
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""

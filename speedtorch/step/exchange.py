@@ -169,8 +169,8 @@ class Exchange:
             found = held.now.find(ids)
         if found is None:
             self.extend([ids])
-        elif found.number in held.now.planned:
-            held.now.seen.add((found.number, found.part))
+        elif held.now.planned:
+            held.now.note_lookup(found, ids)
         return found
 
     def before_rows(self, parts: Sequence[Tensor]) -> bool:

@@ -209,6 +209,15 @@ class Step(NamedTuple):
                     return self.part(number, part)
         return None
 
+    def note_lookup(self, found: LookupPlaces, ids: Tensor) -> None:
+        """Adds the planned part that a lookup has named to `seen`."""
+        if found.number in self.planned:
+            self.seen.add((found.number, found.part))
+            return
+        for number in self.planned:  # an earlier lookup had equal ids before they were announced
+            if (part := self.batches[number].parts.part_of(ids)) is not None:
+                self.seen.add((number, part))
+
     def with_batch(self, batch: PlannedBatch, *, is_planned: bool) -> Step:
         """The step with one more batch, whose rows the step already has.
 

@@ -269,6 +269,8 @@ class Programs(RuleBasedStateMachine):
         self.fresh: set[int] = set()
         """Tables with a gradient that was not stepped."""
         self.loop: Iterator[Any] | None = None
+        self.has_batch = False
+        """Whether the loop has given a batch."""
         self.deferred: list[BaseException] = []
         self.armed: Lines | None = None
         """Interrupts the next call but so many as `calls_until` says."""
@@ -749,6 +751,7 @@ class Programs(RuleBasedStateMachine):
             for batch in batches
         ]
         self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=looked_up))
+        self.has_batch = False
 
     def shaped(self, number: int, ids: Tensor) -> Tensor:
         return ids.view(1, -1) if self.kind.modules[number].get("bag", False) else ids
@@ -757,9 +760,10 @@ class Programs(RuleBasedStateMachine):
     @rule(skip=st.integers(0, 3), factor=st.integers(0, 3), train=st.booleans())
     def take_batch(self, skip: int, factor: int, train: bool) -> None:
         assert self.loop is not None
-        loop = self.loop
+        loop, effects = self.loop, self.letting_go() if self.has_batch else []
+        self.has_batch = True
         try:
-            through, batch = self.call(lambda: next(loop, None), PlainTraining.let_due_go)
+            through, batch = self.call(lambda: next(loop, None), *effects)
         except BaseException as error:
             if not any(error is each for each in self.deferred):
                 raise
@@ -789,7 +793,16 @@ class Programs(RuleBasedStateMachine):
         loop, self.loop = self.loop, None
         close = getattr(loop, "close", None)
         if close is not None:
-            self.call(close, PlainTraining.let_due_go)
+            self.call(close, *(self.letting_go() if self.has_batch else []))
+
+    def letting_go(self) -> list[Callable[[PlainTraining], None]]:
+        """The end of a loop's batch; an interrupted one may leave out one of several tables."""
+        numbers = range(len(self.ours.model))
+        others = itertools.combinations(numbers, len(numbers) - 1) if len(numbers) > 1 else ()
+        return [
+            PlainTraining.let_due_go,
+            *(lambda world, some=some: world.let_due_go(*some) for some in others),
+        ]
 
     @precondition(lambda self: self.armed is None)
     @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())

@@ -474,6 +474,17 @@ def test_zeros_of_a_gradient_give_up_the_batch_whatever_the_layout(
     del kept
 
 
+def test_zeros_of_announced_rows_are_stepped_if_an_earlier_lookup_had_equal_ids() -> None:
+    trained = Trained()
+    first, second = ids(1, 2), ids(3)
+    loss = trained.emb(first).sum()
+    trained.emb.announce(first, second)
+    (loss + trained.emb(first).sum() + trained.emb(second).sum()).backward()
+    trained.sgd.zero_grad(set_to_none=False)
+    trained.sgd.step()
+    assert trained.moved() == [1, 2, 3]  # by weight_decay
+
+
 @pytest.mark.parametrize("capacity", [None, 4])
 def test_an_announce_after_an_exception_gives_up_the_one_before_it(capacity: int | None) -> None:
     trained = Trained(capacity=capacity)
