@@ -9,7 +9,6 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "core/process.h"
 
@@ -22,17 +21,18 @@ struct PinnedBuffer {
   int64_t* memory = nullptr;
   void* event = nullptr;
   std::atomic<bool> is_complete{true};  // whether the event is known to be complete
+  PinnedBuffer* next = nullptr;         // in the list of free buffers
 };
 
 namespace {
 
 constexpr size_t kMinNumbers = 16;  // capacity of the smallest buffer
 
-// The free buffers of all GPUs. Never destroyed, because events and pinned memory cannot be freed
-// during process exit.
+// The free buffers of all GPUs, a list to which a destructor adds without an allocation. Never
+// destroyed, because events and pinned memory cannot be freed during process exit.
 struct FreeBuffers {
   std::mutex mutex;
-  std::vector<PinnedBuffer*> buffers;
+  PinnedBuffer* first = nullptr;
 };
 
 FreeBuffers& free_buffers() {
@@ -71,12 +71,11 @@ PinnedBuffer* acquire_buffer(const char* op, int device, size_t count) {
   {
     FreeBuffers& free = free_buffers();
     const std::scoped_lock lock(free.mutex);
-    for (PinnedBuffer*& buffer : free.buffers) {
+    for (PinnedBuffer** link = &free.first; *link != nullptr; link = &(*link)->next) {
+      PinnedBuffer* const buffer = *link;
       if (buffer->device != device || buffer->capacity != capacity || !is_copied(*buffer)) continue;
-      PinnedBuffer* const acquired = buffer;
-      buffer = free.buffers.back();
-      free.buffers.pop_back();
-      return acquired;
+      *link = buffer->next;
+      return buffer;
     }
   }
   return new_buffer(op, device, capacity);
@@ -87,7 +86,8 @@ PinnedBuffer* acquire_buffer(const char* op, int device, size_t count) {
 void release_buffer(PinnedBuffer* buffer) {
   FreeBuffers& free = free_buffers();
   const std::scoped_lock lock(free.mutex);
-  free.buffers.push_back(buffer);
+  buffer->next = free.first;
+  free.first = buffer;
 }
 
 using Copy = std::shared_ptr<const HostNumbers>;

@@ -40,8 +40,8 @@ class CachedRows(Protocol):
     """Rows that have a cache, such as TrainedRows."""
 
     @property
-    def exchange(self) -> Any:
-        """The Exchange of the rows; its memory knows whether a CUDA graph uses them."""
+    def is_captured(self) -> bool:
+        """Whether a captured CUDA graph uses the rows."""
 
     @property
     def cache_bytes(self) -> int | None:
@@ -115,7 +115,7 @@ class CacheBudget:
     def _open(self, changed: Mapping[CachedRows, Need]) -> tuple[dict[CachedRows, Need], int]:
         """The tables whose caches may change, with their needs, and the bytes for them."""
         needs = {rows: changed.get(rows) or rows.cache_need() for rows, _ in self._members.values()}
-        captured = [rows for rows in needs if rows.exchange.memory.is_captured]
+        captured = [rows for rows in needs if rows.is_captured]
         in_graphs = sum(rows.cache_bytes or 0 for rows in captured)
         can_change = {
             rows: need for rows, need in needs.items() if need.rows and rows not in captured

@@ -142,7 +142,7 @@ class ClaimedRows:
 
     def _check_claim(self) -> None:
         if self.table.claim.was_replaced:
-            self._refuse_replaced()
+            self.claim()  # succeeds if the other module was deleted
 
     def _refuse_replaced(self) -> None:
         raise RuntimeError(

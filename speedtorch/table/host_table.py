@@ -127,7 +127,7 @@ class HostTable:
     the other fields. Without a seed, `torch.manual_seed` determines them. `progress` shows a bar on
     stderr: always (True), never (False), or on a terminal after two seconds (None).
 
-    A field name that the table does not have raises KeyError, except in begin_state().
+    A field name that the table does not have raises KeyError.
 
     Args:
         rows: Number of rows.
@@ -452,9 +452,15 @@ class HostTable:
 
     def _field_in(self, views: Mapping[str, Tensor], field: str) -> Tensor:
         self._open_placement().check()
-        if field not in self.fields:
-            raise KeyError(f"this table has no field {field!r}. Fields: {', '.join(self.fields)}.")
+        self._number_of(field)
         return views[field]
+
+    def _number_of(self, field: str) -> int:
+        """The index of a field; raises KeyError if the table has no such field."""
+        for number, name in enumerate(self.fields):
+            if name == field:
+                return number
+        raise KeyError(f"this table has no field {field!r}. Fields: {', '.join(self.fields)}.")
 
     def __repr__(self) -> str:
         fields = ", ".join(
@@ -779,7 +785,7 @@ class HostTable:
 
         Raises:
             RuntimeError: Another process has initialized the state with another value.
-            ValueError: The table has no such field.
+            KeyError: The table has no such field.
 
         Example:
             >>> table = HostTable(2, 1, state=("sum",), memory="shared")
@@ -788,8 +794,8 @@ class HostTable:
             True
         """
         value = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        number = list(self.fields).index(field)
-        if not self._open_placement().begin(number, value, lambda: self.fill_(row, field)):
+        placement, number = self._open_placement(), self._number_of(field)
+        if not placement.begin(number, value, lambda: self.fill_(row, field)):
             raise RuntimeError(
                 f"another process has initialized the state {field!r} of this shared table with"
                 " another value. Make the same optimizer in all processes before attach(), or share"
@@ -802,9 +808,8 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").mark_loaded("weight")
         """
-        numbers = {name: number for number, name in enumerate(self.fields)}
-        for field in fields:
-            self._open_placement().mark_loaded(numbers[field])
+        for number in map(self._number_of, fields):
+            self._open_placement().mark_loaded(number)
 
     @_serialized
     def save(self, path: _Path, *, rows: slice = slice(None)) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 from typing import Any, cast
@@ -276,6 +277,14 @@ def test_one_table_is_trained_by_one_module() -> None:
             use()
     second = speedtorch.Embedding.from_pretrained(table, freeze=False)  # a cell that runs again
     second(ids)
+    trained = torch.optim.SGD(second.parameters(), lr=1.0)
+    second(ids).sum().backward()
+    trained.step()
+    del second, trained
+    gc.collect()
+    first.flush()
+    assert first.state_dict()["weight"][:2].tolist() == [[-1.0] * 3] * 2
+    assert bool((first(ids) == -1).all())
 
 
 @pytest.mark.parametrize("is_first_trained", [True, False])

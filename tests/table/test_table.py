@@ -264,6 +264,8 @@ def test_an_unknown_field_is_answered_with_the_known_ones() -> None:
         lambda: table.scatter(torch.tensor([0]), torch.zeros(1, 2), "x"),
         lambda: table.numpy("x"),
         lambda: table.zeros_("x"),
+        lambda: table.begin_state("x", torch.zeros(2)),
+        lambda: table.mark_loaded("x"),
     ):
         with pytest.raises(KeyError, match="no field 'x'. Fields: weight, exp_avg"):
             call()
