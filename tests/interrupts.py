@@ -5,14 +5,16 @@ them, as Ctrl-C or a failed allocation there would; `every_interrupt` goes throu
 call.
 
 A function's return counts as a line of its own: an interrupt there comes when all that the function
-does is done, and its result is lost. The end of a `with` does not count: Python handles signals
-after calls, within the block, but an error of a trace function there would skip `__exit__`. Lines
-that autograd executes in a backward are among them: it runs in the calling thread meanwhile,
+does is done, and its result is lost. Three places do not count, as Python handles no signal there:
+at the end of a `with` an error of a trace function would skip `__exit__`, at that of an `except`
+the exception would stay the current one, and at a `yield` the generator's `finally` would not run.
+Lines that autograd executes in a backward are among them: it runs in the calling thread meanwhile,
 whichever device the gradients are on.
 """
 
 from __future__ import annotations
 
+import dis
 import glob
 import linecache
 import os
@@ -135,7 +137,7 @@ class Lines:
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
             return self._line
-        if event == "line" and frame.f_lasti in _ends_of_with(frame.f_code):
+        if frame.f_lasti in _left_out(frame.f_code, event):
             return self._line
         self.count += 1
         if self.seen is not None:
@@ -149,7 +151,14 @@ class Lines:
 
 
 @cache
-def _ends_of_with(code: CodeType) -> frozenset[int]:
+def _left_out(code: CodeType, event: str) -> frozenset[int]:
+    """Places in the code where an event is none of a line."""
+    name = "POP_EXCEPT" if event == "line" else "YIELD_VALUE"
+    ends = {each.offset for each in dis.get_instructions(code) if each.opname == name}
+    return frozenset(ends | _ends_of_with(code) if event == "line" else ends)
+
+
+def _ends_of_with(code: CodeType) -> set[int]:
     """Places in the code that are lines of a `with` again, after its beginning."""
     begun: set[int] = set()
     ends: set[int] = set()
@@ -160,7 +169,7 @@ def _ends_of_with(code: CodeType) -> frozenset[int]:
         if line in begun:
             ends.update(range(start, end, 2))
         begun.add(line)
-    return frozenset(ends)
+    return ends
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
