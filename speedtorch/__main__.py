@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command given by `arguments`, by default those of this process.
+    """Runs a command; `arguments` default to the command line of this process.
 
     Returns:
         The exit status. 0: success. 1: a comparison found a difference, this machine cannot be

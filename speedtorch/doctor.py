@@ -36,7 +36,7 @@ _MEMORY_BYTES = 64 << 20
 _FILE_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20
 _ROW_BYTES = 512
-# An odd number, so that its multiples modulo 2^64 all differ and use all bits.
+# Odd, so that the multiples modulo 2^64 are distinct and use all bits.
 _PATTERN_STEP = -7046029254386353131
 # Copies of pinned memory reach about 87 % of a link; packet headers use the rest.
 _LEAST_LINK_SHARE = 0.7

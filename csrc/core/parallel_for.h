@@ -18,9 +18,9 @@ namespace speedtorch {
 
 #ifdef __SANITIZE_THREAD__
 
-// The loop's body, which tells ThreadSanitizer that it follows the fork and precedes the join. Both
-// have separate addresses: with a common address, a part that ends would happen before each part
-// that begins later, which hides their races.
+// Runs the loop's body, and tells ThreadSanitizer that the body follows the fork and precedes the
+// join. Fork and join need separate addresses. With one address, the end of a part would happen
+// before the begin of each later part, which would hide races between parts.
 template <typename Use>
 struct AnnouncedUse {
   const Use& use;

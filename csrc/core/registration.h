@@ -9,8 +9,8 @@
 //                           the kernel by one that copies the lists and calls
 //                           speedtorch_lists::<op>
 //
-// A list that the op writes to is declared as Tensor(a! -> *)[]. The star says that its tensors may
-// alias any tensor afterwards. Without the star, TorchScript's dead code elimination removes a
+// A list that the op writes to is declared as Tensor(a! -> *)[]. The star declares that its tensors
+// may alias any tensor afterwards. Without the star, TorchScript's dead code elimination removes a
 // call whose lists were made in the function, because it does not see that their tensors change.
 #pragma once
 

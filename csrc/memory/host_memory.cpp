@@ -611,7 +611,9 @@ int64_t host_register(const Tensor& tensor) {
                       "the table with memory='registered'");
   }
   if (static_cast<MemoryKind>(memory_kind(tensor)) != MemoryKind::kPlain) {
-    throw_value_error(kOp, "the tensor's memory is already pinned by another library");
+    throw_value_error(kOp,
+                      "the tensor's memory is already pinned by another library. Use the tensor "
+                      "as it is, or unpin it with that library first");
   }
   const int error = register_pages(base, bytes, false);
   // A read-only mapping of a file needs a read-only registration.
@@ -659,8 +661,8 @@ void host_unregister(int64_t pin, bool tensor_is_gone) {
   if (!captured) all.remove(found);
 }
 
-// Offsets in bytes from the tensor's start at which another registration begins. One cudaMemcpy
-// must not cross such an offset.
+// Byte offsets in the tensor at which another registration begins. A cudaMemcpy across such an
+// offset fails.
 std::vector<int64_t> registration_seams(const Tensor& tensor) {
   std::vector<int64_t> boundaries;
   if (tensor.numel() == 0 || !tensor.is_cpu()) return boundaries;

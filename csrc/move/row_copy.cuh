@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kMoverThreads)
   }
 }
 
-// Calls `use` with a value of the type whose size is one access. Works on host and device; `use` is
-// of one side, of which nvcc would warn.
+// Calls `use` with a value of the type whose size is one access. nv_exec_check_disable: nvcc would
+// warn, because `use` exists only on the host or only on the device.
 #pragma nv_exec_check_disable
 template <typename Use>
 __host__ __device__ void with_vec_type(int vec_bytes, Use use) {

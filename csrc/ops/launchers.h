@@ -468,8 +468,8 @@ struct HeldField {
   Rows evicted;  // without rows: evicted rows are not saved
 };
 
-// Which held rows are kept and which are evicted. Every list has as many entries as `held` has
-// rows.
+// The held rows that are kept, and those that are evicted. Each list has one entry per row of
+// `held`.
 struct HeldChanges {
   const int64_t* kept_places;
   const int64_t* kept_from;

@@ -203,8 +203,8 @@ class RowMover {
   int64_t host_bytes_;
 };
 
-// Which rows of `evict` are written to the host: all except rows in both lists, all, or none. With
-// kNone the list is only the source of rows in both lists.
+// The rows of `evict` to write to the host: all except rows in both lists, all rows, or no rows.
+// With kNone the list is only the source of rows in both lists.
 enum class Evicts { kNotLoaded, kAll, kNone };
 
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,

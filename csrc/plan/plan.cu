@@ -25,7 +25,7 @@
 namespace speedtorch {
 namespace {
 
-// One block plans this many ids in the time of a few launches.
+// A batch of up to kFewIds ids is planned by one block, in the time of a few launches.
 constexpr int kFewThreads = 512;
 constexpr int kFewPerThread = 4;
 constexpr int64_t kFewIds = kFewThreads * kFewPerThread;

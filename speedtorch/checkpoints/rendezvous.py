@@ -88,7 +88,7 @@ class Rendezvous:
             self._in_use = False
 
     def check_locks(self, ranks: Collectives) -> bool:
-        """Whether all ranks, which have entered, see all locks; otherwise timeouts replace them."""
+        """Whether all ranks see all locks; otherwise timeouts replace them. Call it after entry."""
         sees_all = False
         with suppress(OSError):  # no locks on this file system
             sees_all = not any(map(self._is_free, self._other_ranks()))
@@ -117,7 +117,9 @@ class Rendezvous:
     def _value_of(self, rank: int) -> Any:
         if line := self._line(rank):
             return json.loads(line)
-        raise RuntimeError(f"save: rank {rank} has ended, or has left the save")
+        raise RuntimeError(
+            f"save: rank {rank} has ended, or has left the save. Save again on all ranks."
+        )
 
     def _other_ranks(self) -> list[int]:
         """Without this rank: opening and closing its own file again would release its lock."""

@@ -77,7 +77,7 @@ class SavedGeneration:
 
     @property
     def chain(self) -> list[SavedGeneration]:
-        """This checkpoint, its base, the base of its base, and so on."""
+        """This checkpoint, its base, and further bases up to a checkpoint without one."""
         found = [self]
         while (base := found[-1].base) is not None:
             found.append(base)

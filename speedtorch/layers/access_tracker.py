@@ -1,9 +1,9 @@
 """AccessTracker: finds operations on tensors of an offloaded module that is not in use.
 
 An event marks the end of a module's last use, and the module's device memory is reused after that
-event. The program may queue later work on the module's tensors. Tensors of a module that is not in
-use therefore have a subclass, whose `__torch_function__` reports operations that read or write
-elements. Within the operation the tensors are plain, and its results are plain.
+event. Work that the program queues on the tensors later would access reused memory. Tensors of a
+module that is not in use therefore have a subclass, whose `__torch_function__` reports operations
+that read or write elements. Within the operation the tensors are plain, and its results are plain.
 
 Under `auto()`, an operation that computes with a module's tensors is a use of the module, like a
 call of the module.
@@ -177,7 +177,7 @@ _PLAIN: dict[type, type[Tensor]] = {_Tracked: Tensor, _TrackedParameter: nn.Para
 
 
 def on_device(given: Any, device: torch.device) -> Any:
-    """Returns `given` with all tensors on a device; unchanged if all are there already."""
+    """Copies all tensors in `given` to a device; returns `given` itself if all are on it."""
     if all(not isinstance(e, Tensor) or e.device == device for e in tree_leaves(given)):
         return given
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, given)
@@ -222,8 +222,9 @@ def _run_tracked(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: l
 def _loads(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: list[Tensor]) -> bool:
     """Whether an operation under `auto()` loads the modules of its tracked tensors.
 
-    Inspection loads no module. A computation with another tensor on a module's device always does.
-    Otherwise in-place writes, and operations without a gradient on several modules, load none.
+    Inspection loads no module. A computation with another tensor on a module's device loads the
+    modules. Other in-place writes, and other operations without a gradient on several modules, do
+    not.
     """
     if not _computes(func):
         return False

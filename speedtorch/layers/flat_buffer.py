@@ -200,7 +200,7 @@ class FlatBuffer:
         if before is not None:
             before.write_back_stream.finish()
             self.host[: before.nbytes].copy_(before.host)
-        # One storage per segment, so that torch.save() of a view writes only its segment's bytes.
+        # A storage for each segment, because torch.save() of a view writes its whole storage.
         bytes_of_host = self.host.numpy()
         self._host_storages = [
             torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
@@ -231,8 +231,8 @@ class FlatBuffer:
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
         """For each tensor, the memory in which it is the view of its name; None: in neither."""
         memory, values = self.memory_at(tensors), tensors.values()
-        # One property of all tensors at a time is faster. Lists of thousands of tuples would also
-        # trigger garbage collections.
+        # Comparing one property of all tensors at a time is faster than tensor by tensor, and lists
+        # of thousands of tuples would trigger garbage collections.
         if (
             memory is not None
             and [tensor.dtype for tensor in values] == self._dtypes

@@ -403,7 +403,10 @@ class Residency:
                     " modules at once."
                 )
             if victim in evicted:
-                raise RuntimeError(f"module {victim.module.name!r} could not be evicted.")
+                raise RuntimeError(
+                    f"budget: {text_of(self._budget)} is too small, because module"
+                    f" {victim.module.name!r} keeps its device memory. Increase the budget."
+                )
             evicted.add(victim)
             self.evict(victim)
         return True

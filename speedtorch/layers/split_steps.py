@@ -55,7 +55,7 @@ _ABSENT = object()
 
 
 class ChangedSetting(NamedTuple):
-    """A setting changed by a step, such as a counter; `before` is _ABSENT for a new setting."""
+    """A changed optimizer setting, such as a counter; `before` is _ABSENT for a new setting."""
 
     place: int
     """0: an attribute of the optimizer; otherwise the group's index plus 1."""
@@ -65,7 +65,7 @@ class ChangedSetting(NamedTuple):
 
 
 class PartialStep:
-    """One step of an optimizer in parts, without its hooks.
+    """Runs one step of an optimizer in several parts, without the optimizer's step hooks.
 
     A shallow copy of the optimizer steps each part. The copy has the same state and group settings,
     but only the part's parameters. The optimizer's own groups remain correct after an error.
@@ -74,8 +74,9 @@ class PartialStep:
     these changes to the optimizer once. In-place changes of other objects (a tensor, a list, state
     without a parameter) happen once per part.
 
-    `args` and `kwargs` are passed to the step of each part. `changes` are the changes of an earlier
-    step of other parameters: this step completes that one, and counts once with it.
+    `args` and `kwargs` are passed to the step of each part. `changes` are settings that an earlier
+    PartialStep of other parameters changed. Each part begins with the values before these changes,
+    so that both PartialSteps count as one step.
     """
 
     def __init__(

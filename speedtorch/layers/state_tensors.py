@@ -1,8 +1,8 @@
 """Finds the plain tensors of a training state by name: weights, gradients and optimizer state.
 
-Plain tensors have memory. A tensor subclass is replaced by its inner tensors, which
-`__tensor_flatten__` names (DTensor, torchao). Without that method, its plain tensors are the object
-itself, if it has memory, and the tensors in its attributes (bitsandbytes, MaskedTensor).
+Plain tensors have memory. A tensor subclass with `__tensor_flatten__` (DTensor, torchao) is
+replaced by its inner tensors. Any other subclass (bitsandbytes, MaskedTensor) is replaced by
+itself, if it has memory, and by the tensors in its attributes.
 """
 
 from __future__ import annotations

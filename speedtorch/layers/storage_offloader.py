@@ -138,8 +138,9 @@ class StorageOffloader:
     def offload(self, storages: Sequence[OffloadedStorage]) -> int:
         """Copies storages to host memory and frees their memory; returns the copied bytes.
 
-        Nothing of this part may be offloaded before. Raises MemoryError if the host has too little
-        memory, and RuntimeError if CUDA cannot pin more. All storages are then on the device.
+        No storage of this part may be offloaded already. Raises MemoryError if the host has too
+        little memory, and RuntimeError if CUDA cannot pin more. All storages are then on the
+        device.
         """
         # Frozen storages are sorted to the front and form contiguous groups for fingerprints.
         storages = sorted(storages, key=lambda s: (not s.is_frozen, self.memory.sort_key(s)))

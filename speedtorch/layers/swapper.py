@@ -41,10 +41,10 @@ class Swapper:
             share a parameter must form one module (nn.ModuleList).
         optimizer: a torch optimizer that keeps separate tensors for each parameter, or several
             optimizers (Muon and AdamW), which may share parameters. Wrappers from accelerate,
-            Lightning and Fabric are accepted. None: no training.
+            Lightning and Fabric are accepted. None: modules are not trained.
         device: the device that uses the modules. Default: the GPU, if there is one.
         budget: the most device memory for modules, including gradients and state, in bytes or as
-            text such as "12GiB". None: all device memory. Modules in use must fit together.
+            text such as "12GiB". None: no limit. Modules in use must fit together.
 
     Raises:
         TypeError: an argument has the wrong type. An optimizer steps all parameters at once

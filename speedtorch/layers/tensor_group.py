@@ -51,8 +51,8 @@ class Members(NamedTuple):
 class TensorGroup:
     """Tensors in host memory, or on the device; in host memory at first.
 
-    The caller passes the current tensors to each move, by names that do not change, and is
-    `untracked`. The device "cpu" is another part of host memory.
+    The caller passes the current tensors to each move, by names that do not change, and runs
+    as an `untracked` function. The device "cpu" is another part of host memory.
     """
 
     @untracked

@@ -304,8 +304,8 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         own, target = self.fileName, file_name(saveFileName)
         if own is not None and os.path.exists(target) and os.path.samefile(own, target):
             raise ValueError(
-                f"{target} is the file that this gadget maps. It has all inserts already. Choose"
-                " another name to save a copy."
+                f"{target} is the file that this gadget maps, and contains all inserts already. To"
+                " save a copy, choose another name."
             )
         super().saveCupy(saveFileName)
 

@@ -243,7 +243,7 @@ def memory_stats() -> dict[str, int]:
 def registration_boundaries(tensor: Tensor) -> list[int]:
     """Ascending byte offsets in a tensor at which another CUDA registration begins.
 
-    One CUDA copy must not cross these offsets. Only registered memory above 256 GiB has any.
+    A CUDA copy across such an offset fails. Only registered memory above 256 GiB has any.
     """
     return list(_ops.registration_seams(tensor))
 

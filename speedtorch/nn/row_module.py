@@ -207,7 +207,7 @@ class RowModule(nn.Module):
                     " lookups, but 16-bit rows are rounded only after steps. Remove one of the two."
                 )
             self.register_buffer("rounding_state", torch.tensor([random_seed(), 0], device=device))
-        # device=None gives torch's default device, which the user may have set.
+        # With device=None torch uses its default device, which the user may have set.
         held = torch.empty(0, embedding_dim, dtype=kind, device=device)
         self._make_rows(table, nn.Parameter(held, requires_grad=not _freeze), self.padding_idx)
         if _weight is None:
@@ -930,7 +930,7 @@ def _check_device(name: str, device: Device) -> None:
     if place.type not in ("cpu", "cuda"):
         raise NotImplementedError(
             f"{name}: rows can be on the CPU or a GPU, got device {place}. Build the module with"
-            " device='cpu' or device='cuda', also if other layers are on another device. Its table"
+            " device='cpu' or device='cuda', also if other layers are on another device. The table"
             " allocates no memory before its first use."
         )
     if place.type == "cuda" and not torch.cuda.is_available():

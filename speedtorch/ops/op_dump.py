@@ -76,7 +76,7 @@ def _copied(arguments: Sequence[object]) -> Any:
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: object) -> object:
-        """Returns a tensor over the copy of its storage, or a text that says why there is none."""
+        """Returns a tensor over the copied storage, or a text with the reason if none is copied."""
         if not isinstance(value, Tensor):
             return value
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided

@@ -209,7 +209,7 @@ def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> Optimiz
     """Probes the rows, with sparse gradients if these make the optimizer keep other state."""
     probe = probe_optimizer(optimizer, rows.weight)
     if sparse and not probe.sparse:
-        with suppress(ValueError):  # it takes sparse gradients in a way that a probe does not see
+        with suppress(ValueError):  # the probe may not support this sparse step
             with_sparse = probe_optimizer(optimizer, rows.weight, sparse=True)
             if with_sparse.row_state.keys() != probe.row_state.keys():
                 return with_sparse

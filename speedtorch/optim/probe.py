@@ -216,7 +216,9 @@ class _Probe:
             )
         for name in by_rows:
             if name == "weight" or not isinstance(name, str):
-                raise self._refusal(f"a table cannot store a state with the name {name!r}")
+                raise self._refusal(
+                    f"a state name must be a string other than 'weight', got {name!r}"
+                )
         # Replace -0.0, which comes from a negated zero gradient, with 0.0.
         rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
         scalars = {name: value for name, value in first.items() if name not in rows}
@@ -231,7 +233,7 @@ class _Probe:
         copied = self._stepped_once(settings)
         if not isinstance(copied.state, Recorder):
             raise self._refusal(
-                "it replaces the dict that holds its state, so the initial values are unknown"
+                "its step replaces optimizer.state, so the initial values of the state are unknown"
             )
         for name, value in copied.state.items():
             for leaf in _nested_values(value):
@@ -314,10 +316,10 @@ class _Probe:
                 )
 
     def check_separate(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError unless rows stepped together, apart and in another order agree.
+        """Raises ValueError if a row's step depends on the order or presence of other rows.
 
-        One copy of the optimizer steps all batches one after another. Fresh copies of this copy
-        step the rows of each batch in two parts, and in another order.
+        `together`, a copy of the optimizer, steps the batches in sequence. For each batch, three
+        copies of `together` step the batch in another order, its first row, and its other rows.
         """
         first, names = self._random_rows() / 10, list(learnt.row_state)
         table = {"": first.clone(), **_snapshots(self._start(learnt))}
@@ -343,8 +345,8 @@ class _Probe:
                 for place, value in _shared(together, names).items():
                     if not agree(value, shared.get(place)):
                         raise self._refusal(
-                            f"it keeps {place[1]!r} for all rows together, and its value depends on"
-                            " the rows of a batch"
+                            f"it keeps one {place[1]!r} for all rows, whose value depends on the"
+                            " rows of the batch"
                         )
             for name, values in result.items():
                 table[name][low:high] = values
@@ -398,16 +400,20 @@ class _Probe:
             copied.step(gradient, sparse=self._sparse)
         except Exception as error:
             raise_if_no_memory(error)
-            raise self._refusal(f"its step fails when the rows change ({error})") from error
+            raise self._refusal(
+                f"its step fails after the number of rows changes ({error})"
+            ) from error
         state = copied.state
         for name in names:
             if not _by_rows(state.get(name), len(gradient)):
                 raise self._refusal(f"a step removes the rows of its state {name!r}")
         for name, value in state.items():
-            # A batch of one row cannot tell per-row state from state that all rows share.
+            # In a batch of one row, state that all rows share may have the shape of per-row state.
             by_rows = getattr(value, "shape", None) == gradient.shape and gradient.shape[0] != 1
             if by_rows and name not in names:
-                raise self._refusal(f"it makes its state {name!r} only in a later step")
+                raise self._refusal(
+                    f"its first step does not create the state {name!r}, but a later step does"
+                )
         return _snapshots({"": copied.parameter, **{name: state[name] for name in names}})
 
     def _compare(self, name: str, rows: Tensor, apart: Tensor, scale: Tensor | None = None) -> None:

@@ -159,7 +159,7 @@ class OptimizerStep:
     def __init__(
         self, optimizer: Optimizer, cache: _OptimizerCache, frame: FrameType, *, is_traced: bool
     ) -> None:
-        self.done = False  # One assignment marks the rows of all tables as stepped.
+        self.done = False  # one flag for all tables, so that one assignment marks all as stepped
         self.paused = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame

@@ -48,7 +48,9 @@ class StepState:
     def table_rows(self) -> TrainedRows:
         """The table's rows. Their module or weight keeps the rows, and so this object, alive."""
         if (rows := self._rows_reference()) is None:
-            raise RuntimeError("the Embedding of an attached optimizer was deleted")
+            raise RuntimeError(
+                "an attached optimizer has outlived its Embedding. Keep a reference to the module."
+            )
         return rows
 
     def entries(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class SharedMemoryBarrier:
 
     @classmethod
     def of_ranks(cls, ranks: Collectives) -> SharedMemoryBarrier | None:
-        """Maps one file on all ranks, which all call this; None if a rank cannot map the file."""
+        """Maps one file on all ranks; None if a rank cannot map it. All ranks must call this."""
         token, path, memory = secrets.token_bytes(_TOKEN), "", Path("/dev/shm")
         with ExitStack() as undone:
             if ranks.rank == 0:
@@ -96,7 +96,7 @@ class SharedMemoryBarrier:
         """
         words, size = self._words, self._size
         even, odd = (words[place] & 3 for place in self._own)
-        call = (even + 1 + (odd == (even + 1) % 4)) % 4  # one more than at this rank's last call
+        call = (even + 1 + (odd == (even + 1) % 4)) % 4  # this call's number, modulo 4
         own = self._own[call % 2]
         # The words for rank 0 are last. `even` and `odd` read the first of them, so a call that
         # Ctrl-C interrupts before counts as not made.

@@ -1,1 +1,1 @@
-"""A step: which rows are held, how others take their place, how lookups reach them."""
+"""Loads the rows of each step, tracks them during the step, and writes them back."""

@@ -1,4 +1,4 @@
-"""Announcements: the ids that announce() named for a table and that no lookup has named yet."""
+"""Announcements: ids passed to announce() that no lookup of the table has used yet."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def check_all_looked_up(
 ) -> None:
     """Raises RuntimeError if a step looked up some announced tensors but not others.
 
-    The optimizer would change announced rows without a gradient, other than the padding row.
+    The optimizer would otherwise change rows without a gradient. The padding row is exempt.
     `unseen` comes from Step.unseen(). A lookup of another tensor, such as a slice or a copy on
     another device, may have named the same ids. If both tensors are on the CPU, the error is raised
     only for ids that the step did not look up. If one is on a GPU, none is raised, because the

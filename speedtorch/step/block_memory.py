@@ -84,8 +84,8 @@ class BlockMemory(RowMemory):
         """Copies the step's rows to the blocks; returns whether they were in other memory."""
         held = self.held
         blocks, view, now = self._blocks, held.view, held.now
-        # If an exception left blocks of other fields, the table has all rows. Rows that no step is
-        # known to have changed are in the blocks, where a CUDA graph changes them.
+        # Blocks of other fields remain after an exception; then the table has all rows. Clean rows
+        # are not copied: only a CUDA graph may have changed them, in the blocks themselves.
         if not (blocks.are_for(held.device, held.fields) and blocks.have(now.rows)):
             return False
         taken = (stepped or now.copy is Copy.DIRTY) and blocks.take(view.rows_of(now))

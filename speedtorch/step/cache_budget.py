@@ -105,7 +105,7 @@ class CacheBudget:
             rows.cache(share, members[rows], self)
 
     def copied(self, owner: object, memo: dict[int, Any]) -> CacheBudget:
-        """The budget of deep copies of owners; adds the share of `owner` to its bytes."""
+        """Returns the budget of deep copies of owners, with the cache bytes of `owner` added."""
         made: CacheBudget = memo.setdefault(id(self), CacheBudget(0))
         rows = self._members[owner][0]
         # Rows that a CUDA graph uses have no share, because their cache keeps its size.

@@ -122,11 +122,11 @@ class ClaimedRows:
     def weight(self) -> RowWeight:
         """The weight parameter of all rows; raises RuntimeError after it was deleted."""
         if (weight := self._weight()) is None:
-            raise RuntimeError(f"{self.name}: its weight and its module were deleted.")
+            raise RuntimeError(f"{self.name}: the module was deleted. Keep a reference to it.")
         return weight
 
     def claim(self) -> None:
-        """Claims the table, so that this module trains its rows.
+        """Claims the table's rows for training by this module.
 
         Raises RuntimeError if another living module has the claim, ValueError if the table is
         read-only.

@@ -78,15 +78,15 @@ class Exchange:
         self.memory.raise_faults()
         if self.steps.has_other_loop(None):
             raise RuntimeError(
-                f"{self.name}: a loop that prefetches its rows must end before resize(). Close its"
-                " generator, or let it run to its end."
+                f"{self.name}: resize() was called within a prefetch() loop over this table. Finish"
+                " the loop, or close its iterator, and then call resize()."
             )
         held.complete(ahead=False)
         has_gradient = held.view.parameter.grad is not None
         if not held.now.stepped and (has_gradient or not held.is_over()):
             raise RuntimeError(
-                f"{self.name}: resize() was called within a step, whose lookups or gradients wait"
-                " for optimizer.step(). Call that first, or zero_grad() and delete the loss."
+                f"{self.name}: resize() was called between a lookup and optimizer.step(). Call"
+                " optimizer.step() first, or call zero_grad() and delete the loss."
             )
         held.write_back()
         held.announced.give_up()
@@ -244,7 +244,7 @@ class Exchange:
         return batch
 
     def was_over(self, parts: Sequence[Tensor]) -> bool:
-        """Whether only a failed backward or empty lookups keep open a step without these rows."""
+        """Whether the step lacks these rows, and has only empty lookups or a failed backward."""
         held = self.held
         if held.captures():
             return False

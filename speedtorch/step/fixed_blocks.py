@@ -165,10 +165,10 @@ class FixedBlocks:
     def begin(self, batch: FixedSizeBatch, *, are_prefetched: bool | None) -> None:
         """Replaces the rows of the blocks with the rows of a batch.
 
-        `are_prefetched`: True if send() has prefetched the incoming rows. False makes this call
-        load them and write the outgoing rows back; otherwise the next send() writes these back.
-        None is for a CUDA graph that prefetches. Each replay compares its incoming rows with the
-        rows that the previous replay prefetched. If they differ, it loads all its incoming rows.
+        `are_prefetched`: True if send() has prefetched the incoming rows. With False, this call
+        loads them and writes the outgoing rows back; otherwise the next send() writes these back.
+        Pass None in the capture of a CUDA graph that prefetches: each replay then loads its
+        incoming rows, unless the previous replay has prefetched exactly these.
         """
         self.begun += 1
         if self.has_outgoing:

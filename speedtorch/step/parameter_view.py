@@ -58,10 +58,10 @@ class Attached(NamedTuple):
 class ParameterView:
     """Sets the step's rows as memory of the parameter and the optimizer, and reads them back.
 
-    `parameter` uses the memory of the step's rows on their device. All attributes follow from the
-    Step and can be set again; no row is read back before all are set. `set_gradient` and `zeroed`
-    are weak references to functions: one sets the gradient of the weight, the other is called with
-    a gradient of the rows that user code has filled with zeros.
+    `parameter` uses the memory of the step's rows on their device. After an exception all
+    attributes can be set again from the Step; rows are read back only when all are set.
+    `set_gradient` and `zeroed` are weak references to functions. The first sets the gradient of the
+    weight. The second is called with a gradient of the rows that user code has filled with zeros.
     """
 
     def __init__(

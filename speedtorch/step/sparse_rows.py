@@ -491,7 +491,7 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         single = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base, None)
         if single is None:
             raise NotImplementedError(
-                f"{name}() does not support {first[0]!r}. Use the function of one tensor."
+                f"{name}() does not support {first[0]!r}. Call the one-tensor function instead."
             )
         results = map_lists(single, base, args, kwargs)
     if func._schema.is_mutable:

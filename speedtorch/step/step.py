@@ -103,7 +103,7 @@ class KnownParts(dict[Hashable, list[tuple[int, int]]]):
 class Step(NamedTuple):
     """The rows of a step, their batches and the state of the step.
 
-    A step with a step `before` is tentative, until a lookup or a read of the gradient decides.
+    A Step with `before` is tentative: the next lookup or read of the gradient keeps or undoes it.
     """
 
     number: int

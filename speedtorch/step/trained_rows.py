@@ -257,7 +257,7 @@ class TrainedRows(WholeWeight):
 
     @serialized
     def detach(self, *, was_read: bool = False) -> None:
-        """Detaches the optimizer state. Its columns remain unused, and the step keeps its rows.
+        """Detaches the optimizer state. The step's rows remain, and the state columns are unused.
 
         With `was_read` the next optimizer continues with the state that was read from a file.
         """

@@ -287,9 +287,9 @@ class WholeWeight(ClaimedRows):
             stepping.end()  # the error ends the step
             raise RuntimeError(
                 f"{self.name}: its weight replaced a parameter in a group of this"
-                f" {type(optimizer).__name__} after an earlier step, without a notification. None"
-                " of its rows was stepped. The next step() includes it. To miss no step, assign a"
-                " new list to group['params'], or create the optimizer with the weight."
+                f" {type(optimizer).__name__} in place, after an earlier step. This step() changed"
+                " none of its rows; the next step() includes it. To miss no step, assign a new list"
+                " to group['params'], or create the optimizer with the weight."
             )
 
     def _note_zeroed(self, content: RowContent) -> None:

@@ -90,7 +90,7 @@ class RowHolder(Protocol):
 
     @property
     def is_captured(self) -> bool:
-        """Whether a captured CUDA graph uses the rows. Its replays run none of this Python code."""
+        """Whether a captured CUDA graph uses the rows. Replays of the graph run no Python code."""
 
     def refuse_if_captured(self, what: str) -> None:
         """Raises RuntimeError if a CUDA graph uses the rows. `what` names the refused call."""

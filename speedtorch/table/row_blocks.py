@@ -274,7 +274,7 @@ def _in_parallel(
     if field.numel() == 0:
         return
     blocks = _blocks_of(field.detach(), share)
-    waiting = iter(blocks)  # The threads share this iterator: each block goes to one of them.
+    waiting = iter(blocks)  # shared by all threads, so that each block is processed once
     counting = Lock()
     with (
         progress_bar(len(field), progress) as bar,
