@@ -1,7 +1,7 @@
 // Prepares a batch's ids for the kernels that move its rows on a GPU. Called by the ops that move
-// rows. Checks the ids, and finds the occurrence of each id that moves its row: with a plan (rows
-// in address order), with a hash table (a tenth of a sort's time, rows in any order), or not at all
-// (each occurrence moves its row).
+// rows. Checks the ids, and selects the occurrence of each id that moves its row. A plan moves rows
+// in address order. A hash table takes a tenth of a sort's time, and moves rows in any order.
+// Without either, each occurrence moves its row.
 #pragma once
 
 #include "move/cost_model.h"
@@ -17,8 +17,8 @@ struct RowIds {
 // Queues this work on `stream`. A batch without ids needs kOrdered.
 //   Path::kOrdered   uses the caller's plan, or makes one
 //   Path::kDistinct  keeps one occurrence of each id, as `keep` says
-//   Path::kDirect    keeps all occurrences; at most kIdsCheckedInBlock ids stay unchecked (a null
-//                    status), and the kernel that moves their rows checks them
+//   Path::kDirect    keeps all occurrences; up to kIdsCheckedInBlock ids are checked only by
+//                    the kernel that moves their rows (a null status)
 RowIds find_row_ids(const char* op, const char* list, const Ids& ids, Path path, const Plan& plan,
                     Keep keep, int64_t rows, void* stream);
 

@@ -24,7 +24,7 @@ constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offse
 
 // Positions 0..n-1 sorted by key, equal ids in position order. Least significant digit first.
 void sort_positions(const Ids& ids, const PlanTable& table, int64_t* order) {
-  constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes stay in the first-level cache
+  constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes fit in the first-level cache
   constexpr size_t kBuckets = size_t{1} << kDigitBits;
   constexpr int64_t kFew = 512;  // a comparison sort of these is faster than clearing the counters
   const int64_t n = ids.count;

@@ -58,11 +58,11 @@ def load(
     Args:
         path: The folder that was passed to save().
         generation: The number of the checkpoint; the default is the latest one. If a file of that
-            or of its base is damaged or missing, the latest intact checkpoint is loaded instead,
-            with a RuntimeWarning that names both.
-        since: The number of the checkpoint that the parts have now. If that is the loaded one or
-            one of its bases (`save(base=)`), only rows changed since then are written to the
-            tables, and other threads may look up rows meanwhile. Otherwise everything is loaded.
+            or of its base is damaged or missing, the latest intact checkpoint is loaded instead. A
+            RuntimeWarning names both.
+        since: The number of the checkpoint that the parts have now. If the loaded checkpoint is
+            this one or builds on it (`save(base=)`), only later changes are written to the tables,
+            and other threads may look up rows meanwhile. Otherwise everything is loaded.
         verify: Compare all bytes with their digests.
         progress: As of save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
@@ -75,8 +75,8 @@ def load(
         FileNotFoundError: There is no checkpoint, or not this one.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file of this checkpoint, or of every one, is damaged, cut, missing or of an
-            unsupported format, or a part does not fit an optimizer; nothing has been loaded.
+        ValueError: A file of the requested checkpoint, or of every one, is damaged, cut, missing or
+            of an unsupported format, or a part does not fit an optimizer. Nothing has been loaded.
         RuntimeError: A part does not fit a module, or another rank has raised an error; nothing has
             been loaded.
 

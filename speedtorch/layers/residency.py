@@ -174,7 +174,7 @@ class Evictable(NamedTuple):
 
 
 class EvictionPriority(IntEnum):
-    """Order of eviction: prefetched modules come after idle ones, and state in use comes last."""
+    """Order of eviction: idle modules, then prefetched modules, then state of modules in use."""
 
     IDLE, PREFETCHED, STATE_IN_USE = range(3)
 
@@ -458,9 +458,9 @@ class Residency:
     ) -> dict[Evictable, int]:
         """Candidates that may be evicted for the module `loading`, with their bytes.
 
-        Only the state of `loading` may be included, and only if `loading` is in use. With
-        `by_force`, candidates with an earlier next use than `loading` are included, and at the end
-        prefetched modules and then the state of modules in use that may be stepped.
+        Only the state of `loading` may be included, and only if `loading` is in use. `by_force`
+        also includes candidates with an earlier next use than `loading`, prefetched modules, and
+        the state of modules in use that may be stepped.
         """
         soonest = inf if loading is None else self._next_use(loading, state=False)
         return {

@@ -32,9 +32,9 @@ class Embedding(RowModule, nn.Embedding):
 
     A backward can run while the lookup's result is alive in Python or in a graph. (A backward that
     fails on the CPU keeps its graph alive inside torch.) After a zero_grad(), a lookup begins a new
-    step even then; with a capacity, only a lookup of other ids does. If the old backward runs
-    before the next optimizer.step(), its rows join the new step. Later, or with a capacity, it
-    raises RuntimeError.
+    step even if an old backward can still run; with a capacity, only a lookup of other ids does. If
+    the old backward runs before the next optimizer.step(), its rows join the new step. Later, or
+    with a capacity, the old backward raises RuntimeError.
 
     The weight is a parameter of all rows without memory of its own. Each operation on it returns
     the result of a plain parameter, or raises NotImplementedError with the remedy;

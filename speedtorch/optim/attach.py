@@ -34,15 +34,15 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     attached. The state of the other tables does not change.
 
     In a step the optimizer then sees only the step's rows and their state. step(), schedulers and
-    gradient scalers work as before, and state_dict() holds the state of all rows. Attach before the
-    first use or loading, so that the table allocates its memory once. A later attach() copies the
-    existing rows to a new table whose records have the state. A table that was passed in or shared
-    without state, or is too large to copy, is not replaced: a second table has the state. If one
-    table has both, state_dict() of the module and of the optimizer return contiguous copies, or a
-    view of the records if memory is too small for a copy.
+    gradient scalers work as before, and state_dict() returns the state of all rows. Attach before
+    the first use or loading, so that the table allocates its memory once. A later attach() copies
+    the existing rows to a new table whose records have the state. A table that was passed in or
+    shared without state, or is too large to copy, is not replaced: a second table has the state. If
+    one table has both, state_dict() of the module and of the optimizer return contiguous copies, or
+    a view of the records if memory is too small for a copy.
 
     load_state_dict() loads a whole state or nothing. If an exception interrupts its copy of per-row
-    state to the tables, the next use of the rows repeats this copy, and raises any error of it.
+    state to the tables, the next use of the rows repeats this copy, and raises its errors.
     With torch.distributed.checkpoint, a process that has not stepped yet can load its state with
     get_state_dict(), load() and set_state_dict().
 

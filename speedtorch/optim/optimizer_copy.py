@@ -172,7 +172,7 @@ class _StateMap(defaultdict[Any, Any]):
     """An optimizer's whole state, with a Recorder for each parameter."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # An empty dict that the optimizer fills later stays a dict, and the probe raises for it.
+        # An empty dict that the optimizer fills later remains a dict, and the probe raises for it.
         if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
             value = Recorder(value)
         super().__setitem__(key, value)

@@ -121,7 +121,7 @@ class CountedRequest(LookupRequest):
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """As LookupRequest.with_padding."""
         places, count = self.places, len(rows)
-        if count == 0:  # stays in the graph: the backward is a collective call of all ranks
+        if count == 0:  # keep the node in the graph: all ranks call the backward together
             return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
         unique = self.ids.unique[:count]
         place = torch.searchsorted(unique, number).clamp_(max=count - 1)

@@ -39,7 +39,7 @@ def shard(
     A module's capacity then limits a step's unique rows that one rank owns, without the row of
     padding_idx. A lookup of one rank may name at most `capacity / ranks + 8 * sqrt(capacity /
     ranks) + 32 / 3` unique rows of each owner, rounded up, and at most the capacity; with a
-    padding_idx one more. Ids that are spread over the table stay within this limit if the capacity
+    padding_idx one more. Ids that are spread over the table are within this limit if the capacity
     is at least the number of unique rows per lookup. A lookup that names more rows raises
     RuntimeError on all ranks and changes no row. On a GPU the next lookup raises the error.
 

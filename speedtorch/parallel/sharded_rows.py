@@ -57,7 +57,7 @@ class ShardedRows(SharedLookups):
         number: The table's number, the same on all ranks.
         padding: Id of the row that is never trained, or None.
         average: Divide gradients by the number of ranks.
-        sparse: Whether the module asks for sparse gradients.
+        sparse: Whether the module requests sparse gradients.
         model: Returns the sharded model, or None once that is gone.
     """
 

@@ -40,9 +40,9 @@ class SharedMemoryBarrier:
     reads and writes an aligned word atomically.
 
     Each rank writes two rows of the memory: one in even calls and one in odd calls. A row has WORDS
-    words for each rank, and each call writes all of them. A rank begins call n + 2 after all ranks
-    have written in call n + 1, and these have read the numbers of call n before. So no rank
-    overwrites a number that another rank may still read.
+    words for each rank, and each call writes all of them. A rank begins call n + 2 only
+    after all ranks have written in call n + 1, and thus have read the numbers of call n. Therefore
+    no rank overwrites a number that another rank may still read.
 
     Each rank locks one byte of the file. The lock shows whether the rank's process lives. The file
     is closed when the barrier is deleted.
@@ -87,8 +87,8 @@ class SharedMemoryBarrier:
         """Sends `sent[rank]` to each rank, and returns the list that each rank sends to this one.
 
         All lists of `sent` have one length, at most WORDS. The numbers are 0 to 2 ** 61 - 1. The
-        returned lists have the same length: zeros follow the numbers of a rank that sends fewer,
-        and the further numbers of a rank that sends more are dropped.
+        returned lists have the same length: shorter lists of other ranks are padded with zeros, and
+        longer lists are cut.
 
         Returns None if a rank does not write within `seconds`, has called abort(), or its process
         has ended. The ranks may then be at different calls, so the caller must call abort(), and

@@ -1,4 +1,4 @@
-"""The unique rows of a batch with a capacity; their number stays on the device of the rows."""
+"""The unique rows of a batch with a capacity; their number remains on the device of the rows."""
 
 from __future__ import annotations
 

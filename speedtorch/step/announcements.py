@@ -42,7 +42,7 @@ class Announcements:
        latest batch, and none after a zero_grad() or an error that followed announce().
     5. A step of the rows' optimizer and load_state_dict() give up all waiting ids.
 
-    zero_grad() gives nothing up by itself, so it may run between announce() and the lookups.
+    zero_grad() does not give up ids, so it may run between announce() and the lookups.
     """
 
     def __init__(self) -> None:

@@ -189,8 +189,8 @@ class ClaimedRows:
     def _write_back_at_end(self) -> None:
         """Writes the rows back at the end of their use; does nothing in a forked child.
 
-        A forked child cannot read rows on a GPU. is_inherited is true only if the child shares the
-        table's memory with its parent, is_of_fork for every kind of memory.
+        A forked child cannot read rows on a GPU. is_of_fork is true in every such child,
+        is_inherited only if the child shares the table's memory with its parent.
         """
         if not self.exchange.held.is_of_fork:
             self.write_back()

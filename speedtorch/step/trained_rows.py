@@ -209,8 +209,8 @@ class TrainedRows(WholeWeight):
     def adds_in_order(self) -> bool:
         """Whether torch must sum gradients, because the bits of our sums would differ."""
         if self.parameter.is_cpu:
-            # Our sums have torch's bits with two exceptions. torch rounds half precision after each
-            # row, and in sparse gradients adds the rows of an id from all lookups one by one.
+            # Our sums are bitwise identical to torch's, with two exceptions. torch rounds half
+            # precision after each row, and adds an id's sparse rows of all lookups one by one.
             state = self.parameter_view.attached.state
             return self.held_dtype in _HALF or (state is not None and state.sparse)
         return torch.are_deterministic_algorithms_enabled()
