@@ -126,8 +126,7 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# ------------------------------------------------------------------------------------------------
-# Tensors
+# ---- Tensors
 
 torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Whether functions call the `__torch_function__` of a tensor's class; False inside as_plain."""
@@ -232,8 +231,7 @@ def empty_of_other_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=other, device=device)
 
 
-# ------------------------------------------------------------------------------------------------
-# Autograd, and code that transforms or records calls
+# ---- Autograd, and code that transforms or records calls
 
 current_backward = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread; -1 outside of a backward pass."""
@@ -426,8 +424,7 @@ def not_compiled(function: _Function) -> _Function:
 call_with_first_gpu: Callable[[Callable[[], object]], None] = torch.cuda._lazy_call
 """Calls a function when torch first uses a GPU, or at once if torch has already used one."""
 
-# ------------------------------------------------------------------------------------------------
-# Modules
+# ---- Modules
 
 METHODS_OF_MODULES = (
     "__prepare_scriptable__",
@@ -484,8 +481,7 @@ def running_calls() -> Counter[nn.Module]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# Optimizers
+# ---- Optimizers
 
 SET_BY_GRAD_SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler sets on an optimizer for one step."""

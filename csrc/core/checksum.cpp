@@ -32,8 +32,7 @@ uint64_t word_at(const uint8_t* data) {
   return word;
 }
 
-// ------------------------------------------------------------------------------------------------
-// By tables
+// ---- By tables
 
 using Table = std::array<uint32_t, 256>;
 
@@ -64,8 +63,7 @@ uint32_t state_by_tables(uint32_t state, const uint8_t* data, int64_t count) {
   return state;
 }
 
-// ------------------------------------------------------------------------------------------------
-// By instructions
+// ---- By instructions
 
 #ifdef SPEEDTORCH_WITH_CRC
 

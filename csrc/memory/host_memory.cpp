@@ -486,8 +486,7 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   if (is_foreign) drop_finished();
 }
 
-// ------------------------------------------------------------------------------------------------
-// ops
+// ---- ops
 
 namespace {
 

@@ -41,8 +41,7 @@ struct CopyKernel {
   int max_blocks;
 };
 
-// ------------------------------------------------------------------------------------------------
-// Rows through registers (any GPU).
+// ---- Rows through registers (any GPU).
 
 struct MoveShape {
   int vec_bytes;  // bytes of one access: 16, 8, 4, 2 or 1
@@ -71,8 +70,7 @@ constexpr MoveShape move_shape(int64_t row_bytes, uint64_t alignment_bits, int64
   return shape;
 }
 
-// ------------------------------------------------------------------------------------------------
-// Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
+// ---- Rows through shared memory by bulk copies (Hopper and data-centre Blackwell).
 
 struct BulkShape {
   int64_t chunk_bytes;  // maximum bytes of a chunk of a row

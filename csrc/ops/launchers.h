@@ -16,10 +16,9 @@ namespace speedtorch {
 // The maximum number of fields of one launch, for ops that accept any number.
 constexpr int kFieldsPerLaunch = 16;
 
-// ------------------------------------------------------------------------------------------------
-// pinned_copy.cu, pinned_gather.cu, pinned_scatter.cu. `out` and `src` have one row per id; rows of
-// `out` are contiguous. If an id is out of range, kernels write an error record, leave the table
-// unchanged and fill `out` with zeros.
+// ---- pinned_copy.cu, pinned_gather.cu, pinned_scatter.cu. `out` and `src` have one row per id;
+// rows of `out` are contiguous. If an id is out of range, kernels write an error record, leave the
+// table unchanged and fill `out` with zeros.
 
 // Copies row m to row m.
 int launch_copy(const Rows& from, const Rows& to, bool to_host, CopyKernel kernel, void* stream);
@@ -37,8 +36,7 @@ int launch_scatter(const Rows& table, const Rows& src, const RowIdsView& ids, Co
 int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan, NumberKind kind,
                        int max_blocks, const Report& about, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// optimizer_state_swap.cu
+// ---- optimizer_state_swap.cu
 
 // One field: rows are evicted from `leaving` to host rows and loaded from host rows to `arriving`.
 // `leaving` and `arriving` are contiguous; they have float32 where the host stores 16 bits.
@@ -114,8 +112,7 @@ int launch_swap(const SwapField* fields, int field_count, const SwapTables* tabl
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                 int max_blocks, ErrorRecord* record, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// hot_rows.cu
+// ---- hot_rows.cu
 
 // The cache state of one row of a cached table.
 struct HotRow {
@@ -153,8 +150,7 @@ int launch_part_lists(const PlanView& evict, const PlanView& load, const SwapScr
                       int64_t rows, const HotRows& hot, SwapLists* host, SwapLists* cached,
                       void* memory, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// row_sums.cu. Kinds are floating point. A place out of range stands for a row of zeros.
+// ---- row_sums.cu. Kinds are floating point. A place out of range stands for a row of zeros.
 
 // Sums of the rows of each distinct id. Only positions in [begin, begin + count) of the batch have
 // rows.
@@ -198,8 +194,7 @@ int launch_sum_rows(NumberKind kind, const SumRows& work, const PlanView& plan, 
                     const Report& about, void* stream);
 int launch_pool_rows(NumberKind kind, const PoolRows& work, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// table_ids.cu
+// ---- table_ids.cu
 
 // Ids in bags of several features; each feature's rows are a range of one table's rows.
 struct TableIds {
@@ -216,8 +211,7 @@ struct TableIds {
 
 int launch_table_ids(const TableIds& work, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// shard_ids.cu
+// ---- shard_ids.cu
 
 // Why ranks cannot begin a step together. The largest fault of all ranks counts. The values are
 // those of speedtorch/plan/fixed_size_batch.py and speedtorch/step/fixed_blocks.py.
@@ -317,14 +311,12 @@ struct RequestedIds {
 
 int launch_requested_ids(const RequestedIds& work, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// clear_rows.cu
+// ---- clear_rows.cu
 
 // Fills rows `*count` and beyond of at most kFieldsPerLaunch contiguous fields with zeros.
 int launch_clear_rows(const Rows* fields, int field_count, const int64_t* count, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// merge_rows.cu
+// ---- merge_rows.cu
 
 // Merges two disjoint lists of ascending ids into one.
 struct MergedIds {
@@ -345,8 +337,7 @@ int launch_merge_ids(const MergedIds& work, void* stream);
 int launch_spread_rows(const Rows* from, const Rows* to, int field_count, const int64_t* places,
                        void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// diff_ids.cu
+// ---- diff_ids.cu
 
 // A list of distinct ascending ids. The first `*count` of `size` entries are valid.
 struct SortedIds {
@@ -432,8 +423,7 @@ int64_t diff_scratch_bytes(int64_t named_size, int64_t held_size);
 int launch_diff_ids(const SortedIds& named, const SortedIds& held, const Fitting* fitting,
                     const IdDiff& out, void* scratch, int64_t scratch_bytes, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// plan_fault.cu
+// ---- plan_fault.cu
 
 // Whether a block with this capacity can hold the rows of a plan.
 struct PlanFault {
@@ -458,8 +448,7 @@ struct PlanFault {
 int launch_plan_fault(const PlanFault& work, int64_t* fault, void* stream);
 int launch_spoil_plan(const PlanFault& work, const int64_t* agreed, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// hold_rows.cu
+// ---- hold_rows.cu
 
 // One field: three contiguous tensors of rows, with the same number of rows each.
 struct HeldField {
@@ -502,8 +491,7 @@ int launch_complete_incoming(const HeldField* fields, int field_count, const Hel
 int launch_take_over(const HeldField* fields, int field_count, const HeldChanges& changes,
                      const HeldIds* ids, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// round_rows.cu
+// ---- round_rows.cu
 
 // The number of columns whose random numbers come from one call of the generator.
 constexpr int kRoundedTogether = 4;
@@ -547,8 +535,7 @@ int launch_round_rows(const RoundedRows& work, void* stream);
 // Adds 1 to the step of a key.
 int launch_count_step(int64_t* key, void* stream);
 
-// ------------------------------------------------------------------------------------------------
-// split_plan.cu
+// ---- split_plan.cu
 
 // Splits the plan of one batch over several tables into one plan per table. The tables' rows are
 // ranges of one row numbering. Ids and plan parts are stored table after table.

@@ -486,8 +486,7 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
               on, stream, all);
 }
 
-// ------------------------------------------------------------------------------------------------
-// With places
+// ---- With places
 
 // A list of distinct ascending ids, each with the place of its row on the other side. Replaces a
 // plan without sorting. Messages name its tensors after the list.

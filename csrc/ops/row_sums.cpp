@@ -74,8 +74,7 @@ void for_sums(NumberKind kind, int64_t count, int64_t columns, const Use& use) {
   });
 }
 
-// ------------------------------------------------------------------------------------------------
-// sum_rows
+// ---- sum_rows
 
 void sum_on_cpu(NumberKind kind, const SumRows& work, const PlanView& plan) {
   for_sums(kind, work.distinct, work.columns, [&](int64_t k, auto& sum, auto number) {
@@ -172,8 +171,7 @@ Tensor sum_rows(const Tensor& rows, const Tensors& plan, int64_t table_rows, int
   return out;
 }
 
-// ------------------------------------------------------------------------------------------------
-// pool_rows
+// ---- pool_rows
 
 // Adds and divides in the order of torch's embedding_bag; bitwise identical in single and double
 // precision.

@@ -99,12 +99,11 @@ auto with_vector(NumberKind kind, int64_t columns, int64_t step, uint64_t bits, 
   });
 }
 
-// ------------------------------------------------------------------------------------------------
-// sum_rows. The sorted entries of an id form a run. A run is cut into parts of kEntriesPerPart from
-// its own begin, so that a sum does not depend on the rest of the batch. The sorted entries are
-// also cut into windows of the same length. A group of lanes adds up the parts that begin in its
-// window. A run of one part is finished then. For a long run the sums of the parts are stored, and
-// a second kernel adds them in order.
+// ---- sum_rows. The sorted entries of an id form a run. A run is cut into parts of kEntriesPerPart
+// from its own begin, so that a sum does not depend on the rest of the batch. The sorted entries
+// are also cut into windows of the same length. A group of lanes adds up the parts that begin in
+// its window. A run of one part is finished then. For a long run the sums of the parts are stored,
+// and a second kernel adds them in order.
 
 // Entries that are added sequentially. Fixed, so that sums are bitwise identical on every GPU.
 // Shorter parts let more groups share a frequent id.
@@ -332,8 +331,7 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, const Repor
   return cudaGetLastError();
 }
 
-// ------------------------------------------------------------------------------------------------
-// pool_rows
+// ---- pool_rows
 
 // A group of lanes owns a bag. While rows are loading, the group loads the places of the next rows.
 // Offsets that do not ascend cause no read out of bounds. Without the 1 in the launch bounds the
@@ -375,8 +373,7 @@ __global__ void __launch_bounds__(kSumThreads, 1)
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------
-// launchers
+// ---- launchers
 
 int64_t sum_scratch_bytes(NumberKind kind, int64_t entries, int64_t columns) {
   const int64_t windows = windows_of(entries);

@@ -128,8 +128,7 @@ Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int6
   return made;
 }
 
-// ------------------------------------------------------------------------------------------------
-// requested_ids
+// ---- requested_ids
 
 // Returns the ids and the largest fault of all ranks. `differs`: nonzero if ranks look up different
 // tables.

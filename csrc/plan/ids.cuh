@@ -60,8 +60,7 @@ __device__ inline void note_last(int64_t* from_end, int64_t count) {
             static_cast<unsigned long long>(count));
 }
 
-// ------------------------------------------------------------------------------------------------
-// Reports of bad ids; one thread calls each.
+// ---- Reports of bad ids; one thread calls each.
 
 // The first report remains until the host has read it. If kernels on several streams of a GPU
 // report at the same time, one claims the record and the other reports are dropped.

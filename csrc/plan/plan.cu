@@ -102,8 +102,7 @@ Scratch<Key> carve(void* memory, int64_t bytes, int64_t n) {
   return scratch;
 }
 
-// ------------------------------------------------------------------------------------------------
-// kernels
+// ---- kernels
 
 // A thread owns ids i, i + threads, ...: finds ids out of range and prepares the sort.
 template <typename Key>
@@ -214,8 +213,7 @@ __global__ void __launch_bounds__(kFewThreads)
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------
-// launchers
+// ---- launchers
 
 int64_t count_scratch_bytes(int64_t n) {
   size_t bytes = 0;

@@ -94,8 +94,7 @@ struct RowIdsView {
   DedupView dedup;
 };
 
-// ------------------------------------------------------------------------------------------------
-// plan.cu and dedup.cu; pointers are GPU memory
+// ---- plan.cu and dedup.cu; pointers are GPU memory
 
 // Bytes of scratch that launch_plan needs for n ids.
 int64_t plan_scratch_bytes(int64_t n, const PlanTable& table);

@@ -171,8 +171,7 @@ class AutoOffload:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    # --------------------------------------------------------------------------------------------
-    # Hooks
+    # ---- Hooks
 
     def _before_forward(self, offloaded: OffloadedModule, _: Any, args: Any, kwargs: Any) -> Any:
         """Loads a module before its forward, or its recomputation in a backward; copies inputs."""
@@ -295,8 +294,7 @@ class AutoOffload:
         for param in offloaded.module.parameters():
             param.grad = None
 
-    # --------------------------------------------------------------------------------------------
-    # Order
+    # ---- Order
 
     def _record_call(self, call: _ModuleCall) -> None:
         """Records a call, and plans the modules of the calls predicted next."""

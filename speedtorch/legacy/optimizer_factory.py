@@ -140,9 +140,8 @@ class OptimizerSwitcher(BatchExchange):
         """A copy of the state of all rows as NumPy arrays by name."""
         return self._to_numpy()
 
-    # --------------------------------------------------------------------------------------------
-    # Files contain the full state of each row. State that the optimizer keeps once (the step count)
-    # is repeated for each row, so that one file, replaced atomically, is enough to resume.
+    # ---- Files contain the full state of each row. State that the optimizer keeps once (the step
+    # count) is repeated for each row, so that one file, replaced atomically, is enough to resume.
 
     def _scalars(self) -> dict[str, Tensor]:
         """The optimizer state without rows, as tensors on the CPU."""

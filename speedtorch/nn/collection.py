@@ -105,8 +105,7 @@ class TableCollection(nn.Module):
         device: torch.device = self._groups()[0].weight.device
         return device
 
-    # --------------------------------------------------------------------------------------------
-    # Ids
+    # ---- Ids
 
     def _source(self, group: TableGroup, features: Features) -> Source:
         name, weighted = type(self).__name__, self._is_weighted
@@ -191,8 +190,7 @@ class TableCollection(nn.Module):
         for announce in announcements:
             announce()
 
-    # --------------------------------------------------------------------------------------------
-    # Rows
+    # ---- Rows
 
     def table_weight(self, name: str) -> Tensor:
         """Returns the current rows of a table, `[num_embeddings, embedding_dim]`.

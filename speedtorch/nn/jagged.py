@@ -286,8 +286,7 @@ def _on(ids: Tensor, device: torch.device) -> Tensor:
     return (ids.pin_memory() if ids.is_cpu else ids).to(device, non_blocking=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# Results
+# ---- Results
 
 
 class GroupRows:

@@ -659,8 +659,7 @@ class RowModule(nn.Module):
         """
         self.trained_rows.flush()
 
-    # --------------------------------------------------------------------------------------------
-    # Lookups; callers run all of these within as_plain()
+    # ---- Lookups; callers run all of these within as_plain()
 
     def _check_lookup(self, ids: object) -> bool:
         """Raises a lookup's errors before any row is copied; returns whether the lookup trains."""
@@ -714,8 +713,7 @@ class RowModule(nn.Module):
                     " DistributedModelParallel is not supported."
                 )
 
-    # --------------------------------------------------------------------------------------------
-    # As a module
+    # ---- As a module
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         name, parameter = self.trained_rows.name, self.trained_rows.parameter

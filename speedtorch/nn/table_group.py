@@ -164,8 +164,7 @@ class TableGroup(RowModule):
                 return found
             return found.view(ids.jagged.samples, len(self.ranges.features) * self.embedding_dim)
 
-    # --------------------------------------------------------------------------------------------
-    # The collection saves and loads each table.
+    # ---- The collection saves and loads each table.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass

@@ -64,8 +64,7 @@ class Tables(nn.Module):
                 )
             self.add_module(joined, group)
 
-    # --------------------------------------------------------------------------------------------
-    # As a ModuleDict of tables
+    # ---- As a ModuleDict of tables
 
     def __getitem__(self, name: str) -> TableGroup | JoinedTable:
         group, rows = place_of(self, name)
@@ -100,8 +99,7 @@ class Tables(nn.Module):
         """Returns pairs of a table name and its table."""
         return ((name, self[name]) for name in self)
 
-    # --------------------------------------------------------------------------------------------
-    # Saved and loaded
+    # ---- Saved and loaded
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for group in groups_of(self):

@@ -647,8 +647,7 @@ def wait_for_rows(device: torch.device | str | int | None = None) -> None:
     _ops.throw_pending()
 
 
-# ------------------------------------------------------------------------------------------------
-# For torch.compile, torch.export and autograd: fake kernels and gradients.
+# ---- For torch.compile, torch.export and autograd: fake kernels and gradients.
 
 
 def _plan_rows_fake(index: Tensor, rows: int) -> list[Tensor]:

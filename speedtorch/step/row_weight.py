@@ -700,8 +700,7 @@ def _meta(weight: RowWeight) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=weight.dtype, device="meta")
 
 
-# ------------------------------------------------------------------------------------------------
-# Lookups of rows
+# ---- Lookups of rows
 
 
 def _looked_up(
@@ -813,8 +812,7 @@ def _by_ids(weight: RowWeight, ids: Tensor, trains: bool, *, is_padded: bool = F
         return found
 
 
-# ------------------------------------------------------------------------------------------------
-# Writes
+# ---- Writes
 
 
 def _changed(name: str, args: Any, kwargs: Any, weight: RowWeight) -> bool:
