@@ -1,20 +1,20 @@
-# make demo and make test do everything they need first; make help lists the rest.
+# Targets run make setup first if they need it. make help lists all targets.
 #
-#   VENV     the environment that make setup makes; empty: use PYTHON's own as it is
-#   PYTHON   the interpreter that .venv is made from, or that is used where VENV is empty
-#   TORCH    what to install where PYTHON has no torch >= 2.11
+#   VENV     the environment that make setup creates; empty: use the environment of PYTHON unchanged
+#   PYTHON   the interpreter for .venv, or the interpreter to use if VENV is empty
+#   TORCH    the torch to install if PYTHON has no torch >= 2.11
 #   ARGS     more arguments for demo, check, test, examples, nightly, soak, flaky, stress and bench
-#   PROGRAMS how many random programs make nightly runs
-#   SHARE    of the full size that make soak runs
-#   HOURS    how long make stress runs; fractions are allowed
-#   JOBS     how many processes of make stress run beside each other, for HOURS= hours each
-#   N        how many runs make flaky makes
-#   SEED     of the first of these (0), or of the one program that make stress runs, as a fault prints it
-#   STAGES   of make gpu that run; empty: it writes the report of the records it has
-#   GPU_JOBS how many of these run beside each other
-#   GPU_MINUTES after which none of them begins or goes on
-#   RECORDS  the folder with records and logs of these stages
-#   PLATFORM the tag of make wheel's wheel, which auditwheel checks
+#   PROGRAMS number of random programs in make nightly
+#   SHARE    fraction of the full size of make soak
+#   HOURS    duration of make stress; fractions are allowed
+#   JOBS     number of parallel processes of make stress, for HOURS= hours each
+#   N        number of runs of make flaky
+#   SEED     make flaky: seed of the first run; make stress: the program to run, as a fault prints it
+#   STAGES   stages of make gpu to run; empty: write the report of existing records
+#   GPU_JOBS number of parallel stages of make gpu
+#   GPU_MINUTES time limit of all stages of make gpu
+#   RECORDS  folder of the stages' records and logs
+#   PLATFORM platform tag of the wheel of make wheel, which auditwheel checks
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,11 +30,11 @@ STAGES ?= all
 GPU_JOBS ?= 1
 GPU_MINUTES ?= inf
 RECORDS ?= build/gpu
-# The lowest that holds for a library built on Debian 12; docs/releasing.md says why.
+# The lowest valid tag for a library built on Debian 12; see docs/releasing.md.
 PLATFORM ?= manylinux_2_34_$(shell uname -m)
 SPEEDTORCH_CUDA ?= auto
 export SPEEDTORCH_CUDA
-# Threads that wait for work must not spin: they slow down whoever else has a core.
+# Waiting threads must not spin, because they would slow down other processes.
 export OMP_WAIT_POLICY ?= passive
 # Without bytecode each process of a test run would compile all test files again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,10 +44,10 @@ export PATH := $(if $(VENV),$(abspath $(VENV))/bin:)$(PATH)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 LIBRARY := speedtorch/_C.abi3.so
 INSTALLED := $(if $(VENV),$(VENV)/.speedtorch-installed)
-# A process that ended is not replaced: what ended it would end the next one, too, minutes later.
+# A crashed process is not replaced, because the new process would crash minutes later, too.
 AT_ONCE := -n auto --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 TEST := $(PY) -m pytest $(AT_ONCE)
-# Of runs whose tests may take longer than those of make test.
+# Options of runs whose tests take longer than those of make test.
 PATIENT := -o faulthandler_timeout=3600
 BUILT := build/.built-$(SPEEDTORCH_CUDA)
 SOURCES := $(wildcard csrc/*/*)
@@ -55,7 +55,7 @@ SOURCES := $(wildcard csrc/*/*)
 HAS_TORCH := -c "import re; from importlib.metadata import version; \
 raise SystemExit(tuple(map(int, re.findall(r'\d+', version('torch'))[:2])) < (2, 11))"
 
-# Other people's libraries that must work with ours; where one asks for another torch: --no-deps.
+# Other libraries to test with; packages that require another torch are installed with --no-deps.
 CLIENTS := .venv-clients
 CLIENT_PACKAGES := einops lightning safetensors sentence-transformers accelerate transformers
 CLIENT_PACKAGES += diffusers peft gensim
@@ -64,12 +64,12 @@ CLIENT_PACKAGES_ALONE += torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0 iopath portalocke
 CLIENT_PACKAGES_ALONE += pyre-extensions typing-inspect mypy-extensions orjson importlib-metadata
 CLIENT_PACKAGES_ALONE += cloudpickle torchmetrics lightning-utilities
 
-# The tools that make and check a wheel, pinned in pyproject.toml, and where it is tried.
+# The environment of the wheel tools, which pyproject.toml pins, and of the wheel under test.
 WHEEL_TOOLS := .venv-wheel
 WHEEL_TRIED := build/wheel-tried
 WHEEL_PATH := PATH=$(abspath $(WHEEL_TRIED))/bin
 
-# Of compute-sanitizer.
+# Tools of compute-sanitizer.
 GPU_TOOLS := memcheck racecheck initcheck synccheck
 
 .PHONY: help setup demo check test examples nightly soak flaky stress clients lint sanitize $(GPU_TOOLS) gpu coverage bench notebooks docs wheel sdist clean force
@@ -77,15 +77,15 @@ GPU_TOOLS := memcheck racecheck initcheck synccheck
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
 
-setup: $(BUILT) ## .venv with torch and every tool, and the library built; nothing the second time
+setup: $(BUILT) ## .venv with torch and every tool, and the library; a second call does nothing
 
 demo: setup ## word2vec on real text with its table in host memory
 	$(PY) -m speedtorch demo word2vec $(ARGS)
 
-check: lint ## lint, and the tests that are fast: before each commit
+check: lint ## lint and the fast tests, before each commit
 	$(TEST) -m 'not slow and not nightly and not clients and not examples' $(ARGS)
 
-test: setup ## the tests, on all cores; with a GPU those that need one, too
+test: setup ## the tests, on all cores; with a GPU also tests that need one
 	$(TEST) $(ARGS)
 
 examples: setup ## whole programs at a small size: examples, notebooks, benchmarks, a wheel
@@ -95,18 +95,18 @@ nightly: setup ## the tests, whole grids, errors at every line, and make sanitiz
 	SPEEDTORCH_PROGRAMS=$(PROGRAMS) $(TEST) --dist load -m 'not clients' $(PATIENT) $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize)
 
-# One process a core; with a GPU the GPU's parts, too.
+# One process per core; with a GPU also the parts that need one.
 soak: setup ## by hand: 10^9 rows on a GPU, 10,000 kills, 5 million files, ends of processes: hours
 	SPEEDTORCH_SOAK=$(SHARE) $(TEST) --dist load -m soak $(PATIENT) $(ARGS)
 
-flaky: setup ## the tests N times in random order with random seeds; continues where it was stopped
+flaky: setup ## the tests N times in random order with random seeds; continues an interrupted run
 	$(PY) tests/flaky.py $(N) $(or $(SEED),0) $(AT_ONCE) $(ARGS)
 
-# Adds to tests/stress/progress.json; with SEED it runs one program alone.
+# Adds to tests/stress/progress.json; with SEED only one program runs.
 stress: setup ## random programs of all features beside a mirror of all rows, for HOURS= hours
 	PYTHONPATH=.:tests $(PY) -m stress --hours $(HOURS) --jobs $(JOBS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-clients: setup $(CLIENTS)/.installed ## tests with other people's libraries, in .venv-clients
+clients: setup $(CLIENTS)/.installed ## tests with other libraries, in .venv-clients
 	$(CLIENTS)/bin/python -m pytest -m clients tests/*/test_clients_*.py $(ARGS)
 
 lint: setup ## format, lint and types
@@ -115,14 +115,14 @@ lint: setup ## format, lint and types
 	$(PY) -m mypy --strict speedtorch
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(SOURCES)
 
-# tests/sanitized.py builds a package of its own with the CPU kernels alone, and runs these with it.
+# tests/sanitized.py builds a separate package with only the CPU kernels, and runs these tests with it.
 TESTS_OF_BOUNDS := $(addprefix tests/memory/test_memory,.py _errors.py) \
     $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
     argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
     sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py)
-# Threads of torch's within an op, of the library's own, and of Python's beside each other. What the
-# sanitizer keeps of each byte of a table is resident, too.
+# Tests of torch's threads within an op, of the library's threads, and of concurrent Python threads.
+# One test is deselected, because the sanitizer's shadow memory counts as resident memory.
 TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
     --deselect tests/memory/test_memory.py::test_resident_memory_is_the_payload_and_at_most_one_large_page \
     tests/memory/test_memory_machines.py::test_threads_use_one_table_at_once \
@@ -150,7 +150,7 @@ $(GPU_TOOLS): setup
 gpu: setup ## on GPUs: tests, sanitizers, a share of make soak, small benchmarks, and a report
 	$(PY) -m benchmarks.gpu_report --stages '$(STAGES)' --folder '$(RECORDS)' --jobs $(GPU_JOBS) --minutes $(GPU_MINUTES)
 
-# Lists of missing lines come first, the figures last.
+# Prints lists of missing lines first, and totals last.
 coverage: setup ## lines and branches of the package, and lines of csrc's host code, that tests run
 	@$(PY) -c "import coverage" 2>/dev/null || $(PY) -m pip install 'coverage>=7.10'
 	$(PY) tests/covered.py csrc $(AT_ONCE) $(TESTS_OF_HOST_CODE) $(ARGS)
@@ -166,8 +166,8 @@ docs: setup ## build/docs: the pages of docs/ as HTML; a warning is an error
 	@$(PY) -c "import furo, myst_parser, sphinx" 2>/dev/null || $(PY) -m pip install --no-build-isolation --config-settings editable_mode=compat -e '.[docs]'
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
-# Only the environment is in PATH where the wheel is tried: neither a compiler nor nvcc.
-wheel: setup $(WHEEL_TOOLS)/.installed ## dist: a wheel with CUDA kernels, checked and tried
+# The wheel is tested with only its environment in PATH, without a compiler and nvcc.
+wheel: setup $(WHEEL_TOOLS)/.installed ## dist: a wheel with CUDA kernels, checked and tested
 	rm -rf build/wheel build/lib* build/bdist* $(WHEEL_TRIED) dist/*.whl
 	SPEEDTORCH_CUDA=1 $(PY) -m pip wheel --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(abspath $(WHEEL_TOOLS))/bin:$$PATH" auditwheel repair --strip --exclude 'libtorch*' \
@@ -187,11 +187,11 @@ sdist: $(WHEEL_TOOLS)/.installed ## dist: the source archive, made without torch
 	$(WHEEL_TOOLS)/bin/python -m build --sdist --no-isolation --skip-dependency-check
 	$(WHEEL_TOOLS)/bin/twine check --strict dist/*.tar.gz
 
-clean: ## what was built and cached; .venv, .venv-clients and .venv-wheel stay
+clean: ## delete build results and caches, except .venv, .venv-clients and .venv-wheel
 	rm -rf build dist speedtorch.egg-info $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip's own way to build would fetch a second torch: --no-build-isolation everywhere.
+# --no-build-isolation everywhere, because an isolated build would download a second torch.
 $(VENV)/.speedtorch-installed: pyproject.toml
 	if $(PYTHON) $(HAS_TORCH) 2>/dev/null; then own=--system-site-packages; fi; \
 	    $(PYTHON) -m venv $$own $(VENV)
@@ -207,7 +207,7 @@ $(CLIENTS)/.installed: pyproject.toml Makefile
 	$(CLIENTS)/bin/python -m pip install --no-deps $(CLIENT_PACKAGES_ALONE)
 	touch $@
 
-# Only the extra's tools, without the package: they need neither torch nor the library.
+# Installs only the tools of the extra, because they need neither torch nor the library.
 $(WHEEL_TOOLS)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(WHEEL_TOOLS)
 	$(WHEEL_TOOLS)/bin/python -m pip install 'setuptools>=77'

@@ -51,6 +51,7 @@ __all__ = ["Device", "RowModule", "Rows", "Source", "loadable", "made_of_rows", 
 
 Rows = Tensor | HostTable
 Source = Rows | str | os.PathLike[str]
+"""Rows, or the path of a saved file with rows."""
 Device = str | int | torch.device | None
 
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.

@@ -43,6 +43,7 @@ class _Texts(reprlib.Repr):
 
 
 call_text = _Texts().repr
+"""Returns a short text of a value: for a tensor its dtype, shape and device, without elements."""
 
 
 def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
