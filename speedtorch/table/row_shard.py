@@ -65,10 +65,9 @@ class RowShard(Tensor):
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(f"torch.save would write only the rows of one rank. {_REMEDY}")
 
-    # safetensors and accelerate read storages to find tensors that share memory. They catch the
-    # NotImplementedError of untyped_storage() and leave this tensor out of that comparison, so the
-    # user sees no error yet. torch's async_save needs a data_ptr() of 0, with which safetensors
-    # would write no values. So is_contiguous(), which safetensors calls next, raises for the user.
+    # safetensors and accelerate compare storages, and ignore a tensor whose untyped_storage()
+    # raises. data_ptr() must return 0 for torch's async_save, so safetensors would write no values.
+    # Therefore is_contiguous(), which safetensors calls next, raises the error for the user.
 
     def untyped_storage(self) -> NoReturn:
         """Raises NotImplementedError, because a caller would save one rank's rows as all rows."""
