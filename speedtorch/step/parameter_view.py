@@ -85,7 +85,7 @@ class ParameterView:
         zero_grad(set_to_none=False), independent of later lookups."""
         self.only_shows_zeros = False
         """Whether `zeros` were made for a reader and are not a gradient of the rows."""
-        self.shown: tuple[Tensor, Tensor, Tensor, int] | None = None
+        self.shown: tuple[Tensor, Tensor | None, Tensor, int] | None = None
         """The weight's gradient that was returned last, the rows' gradient at that time, the
         values whose memory both share, and the version of the first."""
         self._set_gradient, self._zeroed = set_gradient, zeroed
@@ -184,7 +184,7 @@ class ParameterView:
         """Records that the parameter has another gradient."""
         self.zeros, self.shows_zeros, self.only_shows_zeros = None, False, False
 
-    def note_shown(self, shown: Tensor, gradient: Tensor, values: Tensor) -> None:
+    def note_shown(self, shown: Tensor, gradient: Tensor | None, values: Tensor) -> None:
         """Records a weight's gradient that shares the memory `values` of the rows' gradient."""
         version = 0 if isinstance(shown, SparseRows) else version_of(shown)
         self.shown = shown, gradient, values, version
@@ -212,7 +212,8 @@ class ParameterView:
             return
         shown, gradient, values, version = self.shown
         is_plain = not isinstance(shown, SparseRows)
-        if is_plain and version_of(shown) != version and not len(sparse_values(shown)):
+        is_emptied = is_plain and version_of(shown) != version and not len(sparse_values(shown))
+        if gradient is not None and is_emptied:
             gradient.zero_()  # zero_() of a sparse tensor writes to no shared memory
             if (zeroed := self._zeroed()) is not None:
                 zeroed(gradient)
@@ -226,8 +227,14 @@ class ParameterView:
         else:
             is_same = sparse_values(shown).data_ptr() == values.data_ptr()
         if not is_same and (set_gradient := self._set_gradient()) is not None:
-            self.shown = None
-            set_gradient(shown)
+            try:
+                self.shown = None  # set_gradient() calls this method
+                set_gradient(shown)
+            except NotImplementedError:
+                raise
+            except BaseException:  # the next call sets the gradient
+                self.note_shown(shown, self.parameter.grad, values)
+                raise
 
     def summand(self, added: Tensor) -> Tensor:
         """Converts the gradient of a lookup to the summand for the parameter's gradient."""

@@ -186,11 +186,12 @@ class WholeWeight(ClaimedRows):
                 if len(ids) == 0:
                     return
                 self.exchange.rejoin(ids)
-            step, view = self.exchange.held.now, self.parameter_view
-            if view.rows is not step.rows:
-                view.show(step)
+            view = self.parameter_view
             if view.shown is not None:
                 view.collect()
+            step = self.exchange.held.now
+            if view.rows is not step.rows:
+                view.show(step)
             added, held = gradient, step.rows[0].shape[0]
             if ids is not step.ids:
                 added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
@@ -221,11 +222,12 @@ class WholeWeight(ClaimedRows):
         """The gradient of the step's rows for the optimizer. The caller holds `lock`."""
         if self.exchange.stepping.call is not None:
             self.exchange.stepping.await_step()
-        view, now = self.parameter_view, self.exchange.held.now
-        if view.rows is not now.rows:
-            view.show(now)
+        view = self.parameter_view
         if view.shown is not None:
             view.collect()
+        now = self.exchange.held.now
+        if view.rows is not now.rows:
+            view.show(now)
         if view.is_sum:
             view.divide()
         return self.parameter.grad

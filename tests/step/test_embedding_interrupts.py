@@ -37,6 +37,7 @@ from interrupts import (
     first_of_each,
     in_step_of_torch,
     out_of_memory,
+    source_files,
 )
 from interrupts import OPTIMIZERS as OPTIMIZER_FILES
 from optimizer_cases import CASES
@@ -1031,3 +1032,31 @@ def test_prefetch_changes_nothing_where_a_batch_is_trained_in_two_steps(device: 
 
     different = (train(ahead=True) != train(ahead=False)).any(1)
     assert different.nonzero().flatten().tolist() == []
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_was_written_to_a_gradient_outlives_an_interrupted_step(sparse: bool) -> None:
+    files = source_files("step/parameter_view.py", "step/whole_weight.py", "step/exchange.py")
+
+    def written() -> tuple[speedtorch.Embedding, torch.optim.Optimizer]:
+        ones = torch.ones(5, 2)
+        embedding = speedtorch.Embedding(5, 2, _weight=ones, sparse=sparse)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+        embedding(torch.tensor([1, 2])).sum().backward()
+        gradient = embedding.weight.grad
+        assert gradient is not None
+        if sparse:
+            more = torch.sparse_coo_tensor([[1, 2, 3]], ones[:3], (5, 2), check_invariants=False)
+            gradient.add_(more)
+        else:
+            gradient[[1, 2, 3]] += 1.0
+        return embedding, sgd
+
+    number = 0
+    for number, ((embedding, sgd), _) in enumerate(  # noqa: B007
+        every_interrupt(written, lambda made: made[1].step(), files=files), 1
+    ):
+        sgd.step()
+        once, twice = [1.0, -1.0, -1.0, 0.0, 1.0], [1.0, -3.0, -3.0, -1.0, 1.0]
+        assert embedding.numpy()[:, 0].tolist() in (once, twice)
+    assert number > 50
