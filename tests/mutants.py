@@ -334,7 +334,7 @@ MUTANTS = [
     Mutant(
         "gradients are added up in another order than torch's",
         "step/gradient_sums.py",
-        "(gradient.clone(), added) if expects_more else None",
+        "(gradient.clone(), added.clone()) if expects_more else None",
         "None",
         "tests/step/test_embedding_steps.py::test_gradients_of_several_lookups_add_up_as_in_torch",
     ),

@@ -27,24 +27,59 @@ class GradientSums:
         self._parts: tuple[Tensor, Tensor] | None = None
         """The gradient from before this backward, and the sum of this backward so far."""
 
-    def add(self, gradient: Tensor | None, added: Tensor, *, expects_more: bool) -> Tensor:
+    def add(
+        self,
+        gradient: Tensor | None,
+        added: Tensor,
+        places: Tensor | None,
+        rows: int,
+        *,
+        expects_more: bool,
+    ) -> Tensor:
         """Adds the gradient of one lookup within a backward, in place if both are dense.
 
-        `expects_more`: Other lookups may add gradients in this backward.
+        Args:
+            gradient: The gradient of the step's rows so far, or None.
+            added: The gradient of the lookup's rows.
+            places: The place of each of these rows in the step; None if they are all rows in order.
+            rows: The number of the step's rows.
+            expects_more: Other lookups may add gradients in this backward.
         """
-        backward, summed = current_backward(), added
-        if gradient is None:
-            self._parts = None
+        backward = current_backward()
+        continues = backward == self._backward and gradient is self._last_sum()
+        is_dense = gradient is not None and not gradient.is_sparse and not added.is_sparse
+        if gradient is not None and continues and is_dense and places is not None:
+            summed = self._add_some(gradient, added[: len(places)], places)
         else:
-            if backward != self._backward or gradient is not self._last_sum():
-                self._parts = (gradient.clone(), added) if expects_more else None
-            elif self._parts is not None:
-                self._parts = (self._parts[0], self._parts[1] + added)
-            before, new = self._parts or (gradient, added)
-            is_sparse = gradient.is_sparse or added.is_sparse
-            summed = before + new if is_sparse else torch.add(before, new, out=gradient)
+            if places is not None:
+                added = among_more(added, places, rows)
+            summed = self._add_all(gradient, added, continues=continues, expects_more=expects_more)
         self._backward, self._last_sum = backward, weakref.ref(summed)
         return summed
+
+    def _add_some(self, gradient: Tensor, added: Tensor, places: Tensor) -> Tensor:
+        """Adds to some rows. The others need no addition of 0.0: no sum of a backward is -0.0."""
+        before = gradient
+        if self._parts is not None:
+            before, new = self._parts
+            added = new.index_select(0, places).add_(added)
+            new.index_copy_(0, places, added)
+        return gradient.index_copy_(0, places, before.index_select(0, places).add_(added))
+
+    def _add_all(
+        self, gradient: Tensor | None, added: Tensor, *, continues: bool, expects_more: bool
+    ) -> Tensor:
+        """Adds to all rows."""
+        if gradient is None:
+            self._parts = None
+            return added
+        if not continues:
+            self._parts = (gradient.clone(), added.clone()) if expects_more else None
+        elif self._parts is not None:
+            self._parts = (self._parts[0], self._parts[1] + added)
+        before, new = self._parts or (gradient, added)
+        is_sparse = gradient.is_sparse or added.is_sparse
+        return before + new if is_sparse else torch.add(before, new, out=gradient)
 
 
 def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.step.claimed_rows import ClaimedRows
-from speedtorch.step.gradient_sums import GradientSums, among_more, of_rows
+from speedtorch.step.gradient_sums import GradientSums, of_rows
 from speedtorch.step.parameter_view import ParameterView
 from speedtorch.step.rounding import Rounding
 from speedtorch.step.row_lock import serialized
@@ -192,15 +192,15 @@ class WholeWeight(ClaimedRows):
             step = self.exchange.held.now
             if view.rows is not step.rows:
                 view.show(step)
-            added, held = gradient, step.rows[0].shape[0]
+            at, rows = None, step.rows[0].shape[0]
             if ids is not step.ids:
-                added = among_more(gradient, torch.searchsorted(step.ids, ids), held)
+                at = torch.searchsorted(step.ids, ids)
             elif gradient.is_sparse:
-                added = of_rows(gradient, sparse_indices(gradient), held)
+                gradient = of_rows(gradient, sparse_indices(gradient), rows)
             if view.divisor != 1:
-                added = view.summand(added)
-            expects_more = self.exchange.held.backwards.are_expected(step.number)
-            summed = self._sums.add(self.parameter.grad, added, expects_more=expects_more)
+                gradient = view.summand(gradient)
+            more = self.exchange.held.backwards.are_expected(step.number)
+            summed = self._sums.add(self.parameter.grad, gradient, at, rows, expects_more=more)
             self.parameter.grad = summed
             view.note_gradient()
 
@@ -248,10 +248,8 @@ class WholeWeight(ClaimedRows):
                 view.set_was_read()
             if view.shown is not None and (shown := view.shown_of(gradient)) is not None:
                 return shown
-            if (
-                torch.is_inference_mode_enabled()
-            ):  # zero_() of an inference tensor could raise later
-                with torch.inference_mode(False):
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # else zero_() of the result could raise later
                     return self.weight_gradient()
             if gradient.is_sparse and self.table.shard_spec is None:
                 ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
 
@@ -48,3 +49,33 @@ def test_steps_with_a_sparse_gradient_warn_of_nothing(sparse: bool) -> None:
         found = trained(ours, adam)
     expected = trained(plain, optim.SparseAdam(list(plain.parameters())))
     assert_same_bytes(found, expected)
+
+
+class WrittenElements(TorchDispatchMode):
+    """Counts the elements that operations write: all of a result, or those copied into it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        written = args[-1] if func is torch.ops.aten.index_copy_.default else made
+        if isinstance(written, Tensor):
+            self.count += written.numel()
+        return made
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_backward_takes_linear_time_in_the_lookups(accumulates: bool) -> None:
+    counts = {}
+    for lookups in (20, 80):
+        module = speedtorch.Embedding(100_000, 4, device="cpu")
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        if accumulates:
+            module(torch.arange(50)).sum().backward()
+        loss = sum(module(torch.randint(100_000, (32,))).sum() for _ in range(lookups))
+        assert isinstance(loss, Tensor)
+        with WrittenElements() as written:
+            loss.backward()
+        optimizer.step()
+        counts[lookups] = written.count
+    assert counts[80] < 6 * counts[20]
