@@ -24,7 +24,7 @@ __all__ = [
     "due",
 ]
 
-_FEW = 8  # up to so many batches find() searches without keys
+_FEW = 8  # find() searches so many batches, or planned parts, without keys
 
 Rows: TypeAlias = list[Tensor]
 """One tensor of rows `[n, ...]` for each field, all in the same row order."""
@@ -117,7 +117,7 @@ class Step(NamedTuple):
     seen: set[tuple[int, int]]
     """Planned parts (batch index, part index) that lookups have named. Parts are only added."""
     known: KnownParts
-    """Parts of the batches by key, filled once a step has many batches. Parts are only added."""
+    """Parts of the batches by key, filled once a step has many. Parts are only added."""
     batches: tuple[Batch, ...] = ()
     """The batches whose rows the step has."""
     moved: int = 0
@@ -193,7 +193,7 @@ class Step(NamedTuple):
 
     def find(self, ids: Tensor) -> LookupPlaces | None:
         """The positions of the rows of ids if the ids are a known part of the step, else None."""
-        if len(self.batches) > _FEW:
+        if len(self.batches) > _FEW or self.planned_parts > _FEW:
             return self._find_by_key(ids)
         for number, batch in enumerate(self.batches):
             if (part := batch.parts.part_of(ids)) is not None:
