@@ -122,6 +122,10 @@ class FixedSizeBatch:
         """
         _ops.spoil_plan(self.parts.plan[4], self.capacity, fault)
 
+    def alone(self, part: int) -> tuple[FixedSizeBatch, int]:
+        """Returns this batch and the part; PlannedBatch may return another batch."""
+        return self, part
+
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """Sums a part's gradients: one for each of `capacity` rows, then one for the padding."""
         summed: Tensor = _ops.sum_rows(

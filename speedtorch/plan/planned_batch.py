@@ -37,6 +37,8 @@ _DISTINCT, _STATUS_FIELDS, _INCOMING, _OUTGOING = 3, 8, 10, 11
 
 _KEY_IDS = 256  # the maximum number of ids in a key
 
+_MANY_PARTS = 8  # alone() plans a part of less than this fraction of a batch's ids
+
 ID_DTYPES = frozenset({torch.int64, torch.int32})
 
 
@@ -454,6 +456,18 @@ class PlannedBatch:
         if self._padding is not None:
             places = torch.where(unique == self._padding, len(ids), places)
         return places
+
+    def alone(self, part: int) -> tuple[PlannedBatch, int]:
+        """A batch of only this part on the CPU, if all parts have many more ids, and its part.
+
+        summed() takes the time of a whole batch.
+        """
+        parts, ids = self.parts, self.parts.values(part)
+        if ids is None or self.device.type != "cpu" or parts.count <= _MANY_PARTS * ids.numel():
+            return self, part
+        batch = PlannedBatch([ids], parts.rows, self.device, self._padding, name=parts.name)
+        batch.count()
+        return batch, 0
 
     def summed(self, rows: Tensor, part: int, source: Tensor | None) -> Tensor:
         """Sums the gradients of a part's lookups into one gradient per row of the batch.

@@ -65,14 +65,18 @@ class WrittenElements(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_backward_takes_linear_time_in_the_lookups(accumulates: bool) -> None:
+@pytest.mark.parametrize("announces", [False, True])
+def test_a_backward_takes_linear_time_in_the_lookups(announces: bool, accumulates: bool) -> None:
     counts = {}
     for lookups in (20, 80):
         module = speedtorch.Embedding(100_000, 4, device="cpu")
         optimizer = optim.SGD(module.parameters(), lr=0.1)
         if accumulates:
             module(torch.arange(50)).sum().backward()
-        loss = sum(module(torch.randint(100_000, (32,))).sum() for _ in range(lookups))
+        batches = [torch.randint(100_000, (32,)) for _ in range(lookups)]
+        if announces:
+            module.announce(*batches)
+        loss = sum(module(ids).sum() for ids in batches)
         assert isinstance(loss, Tensor)
         with WrittenElements() as written:
             loss.backward()
