@@ -108,7 +108,10 @@ class Lines:
         self._functions = torch._C._get_torch_function_state()
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
         self._before = sys.gettrace()
-        sys.settrace(self._call)
+        # Kept: CPython 3.11 has no reference while it makes a call's frame object, and a finalizer
+        # that the garbage collector runs meanwhile may end the trace.
+        self._trace = self._call
+        sys.settrace(self._trace)
         return self
 
     def __exit__(
