@@ -389,8 +389,18 @@ class Programs(RuleBasedStateMachine):
         def as_it_was(world: PlainTraining) -> None:
             world.tables[number].look_up(ids, shortens=False)
 
+        def ended(world: PlainTraining) -> None:
+            world.tables[number].end_batch()
+
+        def as_it_was_and_ended(world: PlainTraining) -> None:
+            as_it_was(world)
+            ended(world)
+
         through, result = self.call_with_ids(
-            number, lambda: module(ids), lambda w: seen.append(plain(w)), forgotten, as_it_was
+            number,
+            lambda: module(ids),
+            lambda world: seen.append(plain(world)),
+            *(forgotten, as_it_was, ended, as_it_was_and_ended),
         )
         if not through:
             return False
@@ -419,6 +429,7 @@ class Programs(RuleBasedStateMachine):
             number,
             lambda: module.announce(*parts),
             lambda world: world.tables[number].announce(*parts),
+            lambda world: world.tables[number].end_batch(),
         )
 
     def go_back(self, lookups: list[Lookup], factor: int) -> bool:
