@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
 from types import CodeType
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _foreach_supported_types
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -90,6 +91,7 @@ __all__ = [
     "no_torch_function",
     "not_compiled",
     "number_of_node",
+    "outside_modes",
     "plain_truncated_normal",
     "prefix_store",
     "rebuild_buckets",
@@ -275,6 +277,30 @@ is_transformed = torch._C._are_functorch_transforms_active
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of dispatch modes that see each op, such as the mode of fake tensors."""
+
+_pre_dispatch_modes: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Runs a finalizer, which may begin anywhere, without the modes of the code around it.
+
+    Examples are fake tensors, tracing, and modes of the user.
+    """
+    state, set_state = torch._C._get_tracing_state(), cast(Any, torch._C)._set_tracing_state
+    set_state(None)
+    try:
+        with ExitStack() as modes:
+            modes.enter_context(torch._C.DisableTorchFunction())
+            # The context imports torch's compiler.
+            if dispatch_modes() or _pre_dispatch_modes():
+                modes.enter_context(_disable_current_modes())
+            if is_transformed():
+                modes.enter_context(temporarily_clear_interpreter_stack())
+            yield
+    finally:
+        set_state(state)
+
 
 is_batched = torch._C._functorch.is_batchedtensor
 """Whether a tensor is a batched tensor of vmap."""

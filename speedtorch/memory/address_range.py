@@ -12,6 +12,7 @@ import torch
 
 from speedtorch import _C
 from speedtorch.ops.functions import _ops
+from speedtorch.torch_internals import outside_modes
 
 __all__ = ["AddressRange"]
 
@@ -22,6 +23,11 @@ def _allocator() -> Any:
     names = "speedtorch_range_allocate", "speedtorch_range_free"
     made: Any = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *names)
     return made.allocator()
+
+
+def _leave(base: int) -> None:
+    with outside_modes():
+        _ops.leave_range(base)
 
 
 class AddressRange:
@@ -36,7 +42,7 @@ class AddressRange:
         self.base = int(_ops.reserve_range(nbytes, device.index))  # the first address
         self.end = self.base + nbytes
         self.is_mapped = False  # whether physical memory is mapped
-        weakref.finalize(self, _ops.leave_range, self.base).atexit = False
+        weakref.finalize(self, _leave, self.base).atexit = False
 
     @property
     def nbytes(self) -> int:

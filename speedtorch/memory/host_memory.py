@@ -26,7 +26,7 @@ from torch import Tensor
 from speedtorch.memory.near_gpu import near_gpu
 from speedtorch.ops.functions import _ops
 from speedtorch.ops.shapes import check_dtype, check_span, row_shape
-from speedtorch.torch_internals import base_of
+from speedtorch.torch_internals import base_of, outside_modes
 
 __all__ = [
     "available_bytes",
@@ -121,7 +121,8 @@ def empty(
 
 def _tensor_died(key: int) -> None:
     _, pin = _pinned.pop(key)
-    _ops.host_unregister(pin, True)
+    with outside_modes():
+        _ops.host_unregister(pin, True)
 
 
 def _check_dense(op: str, tensor: object) -> None:

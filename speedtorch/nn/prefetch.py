@@ -21,7 +21,7 @@ from speedtorch.plan.joint_batch import JointBatch
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.joint_exchange import JointExchange, join_exchanges
 from speedtorch.step.step import Batch
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import as_plain, outside_modes
 
 __all__ = ["Prefetch", "ids_of_modules", "modules_with_ids", "prefetch"]
 
@@ -199,7 +199,7 @@ def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableColl
 def _end_loop(module: RowModule, loop: _Loop) -> None:
     if sys.is_finalizing():  # torch aborts the process if tensors are created at this time
         return
-    with as_plain():
+    with outside_modes():  # the garbage collector closes a loop that was left
         module.lookups.steps.end_loop(loop)
 
 

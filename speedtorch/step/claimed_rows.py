@@ -17,7 +17,7 @@ from speedtorch.step.row_store import RowStore
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.whole_fields import WholeFields
-from speedtorch.torch_internals import TensorWeakRef, as_plain, version_of
+from speedtorch.torch_internals import TensorWeakRef, as_plain, outside_modes, version_of
 
 __all__ = ["ClaimedRows"]
 
@@ -193,7 +193,8 @@ class ClaimedRows:
         is_inherited only if the child shares the table's memory with its parent.
         """
         if not self.exchange.held.is_of_fork:
-            self.write_back()
+            with outside_modes():
+                self.write_back()
 
     def __del__(self) -> None:
         if sys.is_finalizing() or "exchange" not in vars(self):

@@ -56,6 +56,7 @@ def test_every_part_has_a_test() -> None:
         "Any",
         "Callable",
         "CodeType",
+        "ExitStack",
         "Iterable",
         "Iterator",
         "Counter",
@@ -74,6 +75,7 @@ def test_every_part_has_a_test() -> None:
         "suppress",
         "timedelta",
         "wraps",
+        "temporarily_clear_interpreter_stack",
     }
     assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
 
@@ -354,6 +356,25 @@ def test_is_tracing() -> None:
 
     torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert found == [False, True]
+
+
+def test_outside_modes() -> None:
+    class Raising(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, *_: Any) -> Any:
+            raise AssertionError("an op was called in this mode")
+
+    def function(tensor: Tensor) -> Tensor:
+        with torch_internals.outside_modes():
+            found.append(torch_internals.is_tracing())
+            torch.ones(1)
+        found.append(torch_internals.is_tracing())
+        return tensor + 1
+
+    found: list[bool] = []
+    with Raising(), torch_internals.outside_modes():
+        torch.ones(1)
+    traced = torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert found == [False, True] and "aten::ones" not in str(traced.graph)
 
 
 @NEEDS_GPU

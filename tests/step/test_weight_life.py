@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
 
@@ -132,6 +136,61 @@ def without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+class RaisingDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called in a user's mode")
+
+
+class RaisingFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called in a user's mode")
+
+
+def collected(values: Tensor) -> Tensor:
+    gc.collect()
+    return values + 1
+
+
+def collect_in(mode: Any) -> None:
+    with mode:
+        gc.collect()
+
+
+COLLECTIONS: dict[str, Callable[[], object]] = {
+    "fake tensors": lambda: collect_in(FakeTensorMode()),
+    "dispatch mode": lambda: collect_in(RaisingDispatch()),
+    "function mode": lambda: collect_in(RaisingFunctions()),
+    "torch.jit.trace": lambda: torch.jit.trace(collected, torch.ones(1), check_trace=False),
+    "make_fx": lambda: make_fx(collected, tracing_mode="symbolic")(torch.ones(1)),
+    "vmap": lambda: torch.func.vmap(collected)(torch.ones(1)),
+    "functionalize": lambda: torch.func.functionalize(collected)(torch.ones(1)),
+    "inference mode": lambda: collect_in(torch.inference_mode()),
+}
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("collect", COLLECTIONS.values(), ids=COLLECTIONS)
+def test_rows_that_the_garbage_collector_writes_back_in_any_mode_are_in_the_table(
+    device: str, collect: Callable[[], object], prefetches: bool
+) -> None:
+    table = speedtorch.HostTable(ROWS, WIDTH).fill_(0)
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False, device=device)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    batches = [torch.tensor([k, k + 1]) for k in range(3)]
+    loop = iter(batches)
+    if prefetches:
+        loop = iter(speedtorch.prefetch(batches, module, ids=lambda batch: batch))
+    module(next(loop)).sum().backward()
+    sgd.step()
+    cycle: list[Any] = [module, sgd, loop]
+    cycle.append(cycle)
+    del module, sgd, loop, cycle
+    collect()
+    assert table["weight"][:3, 0].tolist() == [-1, -1, 0]
 
 
 def untouched(device: str) -> list[Any]:
