@@ -238,8 +238,8 @@ class MappedPlacement(Placement):
                         raise NotMapped(
                             f"field {name!r} begins at byte {entry.offset:,} of"
                             f" {entry.file.path}, which is not a multiple of the"
-                            f" {entry.dtype.itemsize} bytes of {entry.dtype}. save() the table"
-                            " and open the new file"
+                            f" {entry.dtype.itemsize} bytes of {entry.dtype}. Call save(), and"
+                            " open the new file"
                         )
                 files = {entry.file.path: entry.file for entry in stored.values()}
                 map_to_read = system_calls.calls.map_to_read

@@ -47,13 +47,17 @@ class GradientSums:
         """
         backward = current_backward()
         continues = backward == self._backward and gradient is self._last_sum()
-        is_dense = gradient is not None and not gradient.is_sparse and not added.is_sparse
-        if gradient is not None and continues and is_dense and places is not None:
+        is_sparse = added.is_sparse or (gradient is not None and gradient.is_sparse)
+        if gradient is not None and continues and places is not None and not is_sparse:
             summed = self._add_some(gradient, added[: len(places)], places)
         else:
-            if places is not None:
-                added = among_more(added, places, rows)
-            summed = self._add_all(gradient, added, continues=continues, expects_more=expects_more)
+            summed = added if places is None else among_more(added, places, rows)
+            if gradient is None:
+                self._parts = None
+            else:
+                summed = self._add_all(
+                    gradient, summed, continues=continues, expects_more=expects_more
+                )
         self._backward, self._last_sum = backward, weakref.ref(summed)
         return summed
 
@@ -67,12 +71,9 @@ class GradientSums:
         return gradient.index_copy_(0, places, before.index_select(0, places).add_(added))
 
     def _add_all(
-        self, gradient: Tensor | None, added: Tensor, *, continues: bool, expects_more: bool
+        self, gradient: Tensor, added: Tensor, *, continues: bool, expects_more: bool
     ) -> Tensor:
         """Adds to all rows."""
-        if gradient is None:
-            self._parts = None
-            return added
         if not continues:
             self._parts = (gradient.clone(), added.clone()) if expects_more else None
         elif self._parts is not None:

@@ -328,7 +328,8 @@ class _SummedLookup(torch.autograd.Function):
                 if batch.parts.shape(part).numel() == 0:  # empty bags have no gradient
                     return None, None, None, None
                 owner.check_held(ctx.number)
-            batch, part = batch.alone(part)
+            if batch.parts.number > 1:
+                batch, part = batch.alone(part)
             added = summed(gradient, batch, part, ctx.bags)
             owner.add_gradient(added, batch.ids, ctx.number, lambda: batch.parts.local(part))
         return None, None, None, None

@@ -130,7 +130,9 @@ def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind:
     index = torch.tensor(IDS, device="cuda")
     speedtorch.pinned_gather(Place("cuda", "managed").table(values), index)
     speedtorch.synchronize()
-    side, inside, done = torch.cuda.Stream(), threading.Event(), threading.Event()
+    # Of another pool of streams than that of the capture, which torch hands out in turns.
+    side = torch.cuda.Stream(priority=-1)
+    inside, done = threading.Event(), threading.Event()
     results: list[object] = []
 
     def make_use_and_drop() -> None:

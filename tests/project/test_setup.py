@@ -96,7 +96,7 @@ def test_a_build_without_a_compiler_says_what_it_needs(
 @pytest.mark.slow
 def test_a_build_with_an_old_torch_is_refused(tree: Path) -> None:
     line = setup_ends_with(tree, "import torch; torch.__version__ = '2.10.1+cu128'")
-    assert line == "error: speedtorch: needs torch >= 2.11, found 2.10.1+cu128"
+    assert line == "error: speedtorch: needs torch >= 2.11, found 2.10.1+cu128: upgrade torch"
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ def test_fields_that_are_not_aligned_are_read_with_a_reason(tmp_path: Path) -> N
     rows = unaligned(path := tmp_path / "t.safetensors")
     table = HostTable.open(path, "mapped")
     assert table.memory in ("plain", "managed", "registered")
-    assert "not a multiple of the 4 bytes of torch.float32; save() the table" in table.memory_reason
+    assert "not a multiple of the 4 bytes of torch.float32. Call save(), and" in table.memory_reason
     assert "(loaded, not mapped: field 'weight' begins at byte" in repr(table)
     assert torch.equal(table.fill_(1)["weight"], torch.ones_like(rows))
     assert torch.equal(rows_in(path), rows)
