@@ -287,8 +287,13 @@ def outside_modes() -> Iterator[None]:
 
     Examples are fake tensors, tracing, and modes of the user.
     """
-    state, set_state = torch._C._get_tracing_state(), cast(Any, torch._C)._set_tracing_state
-    set_state(None)
+    torch_c: Any = torch._C
+    state, set_state = torch_c._get_tracing_state(), torch_c._set_tracing_state
+    if state is not None:
+        try:
+            set_state(None)
+        except RuntimeError:  # within an op, whose own calls the tracer does not record
+            state = None
     try:
         with ExitStack() as modes:
             modes.enter_context(torch._C.DisableTorchFunction())
@@ -299,7 +304,8 @@ def outside_modes() -> Iterator[None]:
                 modes.enter_context(temporarily_clear_interpreter_stack())
             yield
     finally:
-        set_state(state)
+        if state is not None:
+            set_state(state)
 
 
 is_batched = torch._C._functorch.is_batchedtensor

@@ -153,6 +153,21 @@ def collected(values: Tensor) -> Tensor:
     return values + 1
 
 
+class Collecting:
+    """A sequence whose values, after its shape, torch.tensor() reads without tracing."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int) -> float:
+        self.reads += 1
+        if self.reads == 4:
+            gc.collect()
+        return [1.0, 2.0][place]
+
+
 def collect_in(mode: Any) -> None:
     with mode:
         gc.collect()
@@ -163,6 +178,10 @@ COLLECTIONS: dict[str, Callable[[], object]] = {
     "dispatch mode": lambda: collect_in(RaisingDispatch()),
     "function mode": lambda: collect_in(RaisingFunctions()),
     "torch.jit.trace": lambda: torch.jit.trace(collected, torch.ones(1), check_trace=False),
+    "constant": lambda: torch.tensor(Collecting()),
+    "traced constant": lambda: torch.jit.trace(
+        lambda x: x + torch.tensor(Collecting()), torch.ones(1), check_trace=False
+    ),
     "make_fx": lambda: make_fx(collected, tracing_mode="symbolic")(torch.ones(1)),
     "vmap": lambda: torch.func.vmap(collected)(torch.ones(1)),
     "functionalize": lambda: torch.func.functionalize(collected)(torch.ones(1)),
