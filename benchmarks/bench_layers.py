@@ -30,7 +30,7 @@ from speedtorch.layers import OffloadedModule, Swapper
 
 TITLE = "units of layers between host memory and the GPU"
 
-FULL = DEVICE == "cuda"
+FULL = SIZES.is_large
 WIDTH, NARROW = (4096, 256) if FULL else (64, 32)
 EXPERTS, ACTIVE, STEPS = (32, 2, 24) if FULL else (8, 2, 4)
 TOKENS = 8192 if FULL else 16

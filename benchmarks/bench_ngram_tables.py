@@ -57,7 +57,7 @@ class Size:
 
 GPT_2 = Size(768, 12, 12, 50_304, 1024, samples=16, parts=2, rounds=5, steps=8)
 TINY = Size(32, 2, 2, 200, 16, samples=2, parts=2, rounds=3, steps=2)
-SIZE = GPT_2 if DEVICE == "cuda" else TINY
+SIZE = GPT_2 if SIZES.is_large else TINY
 COLUMNS = 128
 ORDERS = (2, 3)
 """How many tokens an n-gram has, for each table."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 import speedtorch
 from benchmarks.bench_ranks import RANKS, told_by
 from benchmarks.bench_transformer import (
+    FULL,
     TOKENS,
     WARM,
     Transformer,
@@ -25,7 +26,7 @@ from benchmarks.sizes import DEVICE
 from speedtorch.memory.byte_count import text_of
 
 TITLE = f"a transformer of 8 billion parameters in shards on {RANKS} GPUs, bfloat16, AdamW"
-BUDGET = 12 << 30 if DEVICE == "cuda" else 1 << 14
+BUDGET = 12 << 30 if FULL else 1 << 14
 ALONE = "FSDP2, all on the GPUs"
 OURS = f"speedtorch, StateSwapper, at most {text_of(BUDGET)}"
 OFFLOADED = "FSDP2's CPUOffloadPolicy"

@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.sizes import DEVICE, SIZES
 
-FULL = DEVICE == "cuda"
+FULL = SIZES.is_large
 WIDTH = SIZES.swapped_width
 BLOCK = 12 * WIDTH * WIDTH
 """Parameters of a block's matrices, and of the embedding."""

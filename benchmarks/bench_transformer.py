@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import speedtorch
 from benchmarks.harness import Figure, Measured, figure_of, forget, synchronize
-from benchmarks.sizes import DEVICE
+from benchmarks.sizes import DEVICE, SIZES
 
 TITLE = "a transformer that is larger than the memory it trains in"
 
-FULL = DEVICE == "cuda"
+FULL = SIZES.is_large
 GIB = 1 << 30
 WIDTH, HEADS, KEY_HEADS, INNER = (4096, 32, 8, 14336) if FULL else (64, 4, 2, 224)
 LAYERS, WORDS = (36, 32000) if FULL else (12, 100)

@@ -77,6 +77,8 @@ class Sizes:
     """Bytes of the GPU for that state."""
     ngram_rows = _of((300_000_000, 100_000_000), (30_000_000, 10_000_000), (2_000, 1_000))
     """Of a language model's tables, with one number of state a row and with Adam."""
+    is_large = _of(True, True, False)
+    """Whether models are as large as on a real GPU: a transformer has 8 billion parameters."""
     saved_rows = _of(2_600_000, 600_000, 2_000)
     """Of a table that is saved: 4 GB with its state."""
     saves = _of(3, 3, 2)
