@@ -95,6 +95,8 @@ class Recorder:
                 crash = getattr(found[0].longrepr, "reprcrash", None)
                 message = crash.message if crash else found[0].longreprtext
                 line |= {"outcome": outcome, "message": message.partition("\n")[0]}
+                if outcome == "failed":  # an interrupted run prints no report
+                    line["report"] = found[0].longreprtext[-8000:]
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

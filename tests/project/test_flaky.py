@@ -84,8 +84,11 @@ def test_chance_and_order_are_found_with_the_seed_that_repeats_them(
     assert all("passed with " in line and "failed with " in line for line in found)
     numbers = (suite / "numbers").read_text().splitlines()
     assert len(set(numbers)) == len(numbers) == RUNS
-    recorded = flaky.folder_of(suite, ("-q",)).glob("*.jsonl")
-    first_files = {next(iter(flaky.outcomes(path))).partition("::")[0] for path in recorded}
+    recorded = [*map(flaky.outcomes, flaky.folder_of(suite, ("-q",)).glob("*.jsonl"))]
+    by_chance = [run["test_chance.py::test_depends_on_chance"] for run in recorded]
+    reports = [line["report"] for line in by_chance if line["outcome"] == "failed"]
+    assert all("assert random.random() < 0.5" in report for report in reports)
+    first_files = {next(iter(run)).partition("::")[0] for run in recorded}
     assert first_files == {"test_chance.py", "test_order.py"}
     for line in printed.splitlines():
         if "--order-seed" in line:
