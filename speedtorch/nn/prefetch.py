@@ -199,6 +199,8 @@ def modules_with_ids(modules: Iterable[nn.Module]) -> list[RowModule | TableColl
 def _end_loop(module: RowModule, loop: _Loop) -> None:
     if sys.is_finalizing():  # torch aborts the process if tensors are created at this time
         return
+    if module.trained_rows.exchange.held.captures():  # the next lookup discards prefetched rows
+        return
     with outside_modes():  # the garbage collector closes a loop that was left
         module.lookups.steps.end_loop(loop)
 

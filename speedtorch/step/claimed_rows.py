@@ -21,6 +21,9 @@ from speedtorch.torch_internals import TensorWeakRef, as_plain, outside_modes, v
 
 __all__ = ["ClaimedRows"]
 
+_late: list[ClaimedRows] = []
+"""Rows that became garbage while a CUDA graph was captured. They end after the capture."""
+
 
 class ClaimedRows:
     """Claims a module's table for training, and writes the step's rows back to the table.
@@ -190,15 +193,28 @@ class ClaimedRows:
         """Writes the rows back at the end of their use; does nothing in a forked child.
 
         A forked child cannot read rows on a GPU. is_of_fork is true in every such child,
-        is_inherited only if the child shares the table's memory with its parent.
+        is_inherited only if the child shares the table's memory with its parent. A CUDA graph would
+        capture the copies, and repeat them in each replay.
         """
-        if not self.exchange.held.is_of_fork:
+        held = self.exchange.held
+        if not held.is_of_fork and not held.captures():
             with outside_modes():
                 self.write_back()
 
     def __del__(self) -> None:
         if sys.is_finalizing() or "exchange" not in vars(self):
             return
+        held = self.exchange.held
+        if not held.is_of_fork and held.captures():
+            _late.append(self)  # this object lives again
+            if self.table.claim.holder is None:  # the garbage collector cleared the weak reference
+                self.table.claim.register(self)
+            return
+        self._end()
+        while _late and not _late[-1].exchange.held.captures():
+            _late.pop()._end()
+
+    def _end(self) -> None:
         try:
             self._write_back_at_end()
         finally:

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedtorch
+from speedtorch.step import claimed_rows
+from speedtorch.step.held_rows import HeldRows
 
 ROWS, WIDTH = 12, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -210,6 +212,36 @@ def test_rows_that_the_garbage_collector_writes_back_in_any_mode_are_in_the_tabl
     del module, sgd, loop, cycle
     collect()
     assert table["weight"][:3, 0].tolist() == [-1, -1, 0]
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("ends", ["collected", "deleted", "weight deleted last"])
+def test_rows_that_end_during_a_capture_are_written_back_after_it(
+    device: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = speedtorch.HostTable(ROWS, WIDTH).fill_(0)
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False, device=device)
+    sgd = optim.SGD(module.parameters(), lr=1.0)
+    module(torch.tensor([0, 1], device=device)).sum().backward()
+    sgd.step()
+    loop = iter(speedtorch.prefetch([torch.tensor([2])] * 3, module, ids=lambda batch: batch))
+    next(loop)
+    kept = [module.weight] if ends == "weight deleted last" else []
+    captured: list[Any] = []
+    with monkeypatch.context() as capture:
+        capture.setattr(HeldRows, "captures", lambda held: True)
+        capture.setattr(HeldRows, "drop_prefetched", captured.append)
+        capture.setattr(claimed_rows.ClaimedRows, "write_back", captured.append)
+        if ends == "collected":
+            module.itself = module
+        del module, sgd, loop
+        gc.collect()
+        kept.clear()
+    assert captured == []
+    assert table["weight"][:3, 0].tolist() == [-1, -1, 0]
+    rows = weakref.ref(speedtorch.Embedding(ROWS, WIDTH, device=device).trained_rows)
+    assert rows() is None and claimed_rows._late == []
 
 
 def untouched(device: str) -> list[Any]:
