@@ -295,8 +295,8 @@ class TableCollection(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled, because its tables are in the memory of this"
-            " process. Save model.state_dict()."
+            f"{type(self).__name__} cannot be pickled, because a pickle would not contain the rows"
+            " of its tables. Save model.state_dict()."
         )
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
@@ -490,7 +490,7 @@ class EmbeddingCollection(TableCollection):
         return dims.pop()
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names in the result of each table's features."""
+        """The keys of each table's features in the result: `feature@table` if tables share one."""
         return [list(names) for names in self._names]
 
     def need_indices(self) -> bool:

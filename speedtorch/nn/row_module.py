@@ -101,7 +101,7 @@ class Lookups(Protocol):
         """Whether agree_on_pace() may be called."""
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """Reduces a step's seconds and whether the GPU was idle to values for all ranks."""
+        """Returns the seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
@@ -316,14 +316,14 @@ class RowModule(nn.Module):
         """Adds rows after the last one, with their optimizer state, between two steps.
 
         Existing rows, their state, the optimizer's parameter and all settings do not change. Later
-        steps compute the numbers of a table that had the new rows from the start. The old table
+        steps have the results of a table that had the new rows from the start. The old table
         remains in memory until the new table is complete. A remaining gradient and announced ids
         are dropped. Old views of the weight and the old table raise an error.
 
         Args:
             num_embeddings: The new number of rows.
             rows: The new rows, `[num_embeddings - self.num_embeddings, embedding_dim]`; by default
-                initialized as in reset_parameters(). Their state is the state of an untrained row.
+                initialized as in reset_parameters(). Their state is the initial state.
 
         Returns:
             The module.
@@ -821,8 +821,8 @@ class RowModule(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled, because its table is in the memory of this"
-            " process. Save model.state_dict(), or call emb.table.save(path)."
+            f"{type(self).__name__} cannot be pickled, because a pickle would not contain the rows"
+            " of its table. Save model.state_dict(), or call emb.table.save(path)."
         )
 
     def __prepare_scriptable__(self) -> NoReturn:

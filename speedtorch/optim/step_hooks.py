@@ -1,7 +1,7 @@
 """Hooks that make an optimizer's own step function work on the step's rows.
 
 During the own step function, groups and state have the parameter with the step's rows instead of
-the weight. User hooks, closures and code around super().step() see the weight.
+the weight. User hooks, closures and code around super().step() run with the weight.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class OptimizerStep:
         return True
 
     def by_user(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a closure, so that the user's code sees the weights."""
+        """Wraps a closure, so that groups and state have the weights while it runs."""
 
         def with_weights(*args: Any, **kwargs: Any) -> Any:
             """Runs the closure between two parts of the step."""
@@ -526,7 +526,8 @@ def _check(
         attached = [state for held in rows_of_optimizer(optimizer) if (state := state_of(held))]
         if any(state.optimizer() is optimizer for state in attached):
             raise RuntimeError(
-                f"{kept_of}, but is attached only to other tables. Nothing was stepped. Call"
+                f"{kept_of}, but only other tables are attached: attach() had no module with this"
+                " table, or the table was added later. Nothing was stepped. Call"
                 " speedtorch.attach(optimizer, model) again with a model that has this table. The"
                 " state of the other tables does not change."
             )

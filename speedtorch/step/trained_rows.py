@@ -141,7 +141,8 @@ class TrainedRows(WholeWeight):
             if found.has_moved and current_backward() != -1 and top_saved_tensors_hooks(True):
                 raise RuntimeError(
                     f"{self.name}: activation checkpointing repeats a lookup after other rows have"
-                    " joined the step. Call announce() with all ids before the step's first lookup."
+                    " joined the step. Call the module's announce() with all ids of the step"
+                    " before its first lookup."
                 )
             # A detached tensor has its own version counter, so that rows that join the step later
             # do not count as a change.
@@ -218,7 +219,7 @@ class TrainedRows(WholeWeight):
     can_agree = True
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """Returns the duration of a step and whether the GPU was idle, without other ranks."""
+        """Returns the arguments, because no other rank shares the rows."""
         return seconds, is_idle
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:

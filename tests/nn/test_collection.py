@@ -1296,7 +1296,7 @@ OTHER_ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "pickled": (
         lambda: pickle.dumps(one()),
         TypeError,
-        "EmbeddingBagCollection cannot be pickled.*state_dict",
+        "EmbeddingBagCollection cannot be pickled.* the rows of its tables. Save model.state_dict",
     ),
     "a group in prefetch": (
         lambda: prefetch_a_group(one()),
