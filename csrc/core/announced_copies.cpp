@@ -1,7 +1,7 @@
-// memcpy, memmove and memset for builds with ThreadSanitizer; setup.py links them in place of
-// libc's. ThreadSanitizer checks libc's functions only together with calls from Python and torch,
-// whose synchronization it does not see, so tests/sanitized.py sets ignore_noninstrumented_modules.
-// An ordinary build contains nothing of this file.
+// memcpy, memmove and memset that report their ranges to ThreadSanitizer. The linker option --wrap,
+// which only builds with ThreadSanitizer have, redirects this library's calls to these functions.
+// ThreadSanitizer checks libc's functions only together with calls from Python and torch, whose
+// synchronization it does not see, so tests/sanitized.py sets ignore_noninstrumented_modules.
 
 #ifdef __SANITIZE_THREAD__
 

@@ -64,7 +64,7 @@ Rows as_writable_rows(const char* op, const char* name, const Tensor& tensor);
 // and is on the device of `on`.
 Rows as_rows_like(const char* op, const char* name, const Tensor& tensor, const char* like_name,
                   const Tensor& like, const char* on_name, const Tensor& on);
-// Throws unless the ids are int32 or int64 and at most 2^31 - 1.
+// Throws unless the ids are int32 or int64, and their number is at most 2^31 - 1.
 void check_ids_kind(const char* op, const char* name, const Tensor& index);
 // Views ids whose kind is checked. Copies ids that are not contiguous, so call check_memory()
 // first.
@@ -76,8 +76,8 @@ void check_dtype(const char* op, const char* name, const Tensor& tensor, const c
                  const Tensor& other);
 void check_contiguous(const char* op, const char* name, const Tensor& tensor);
 void check_aligned(const char* op, const char* name, const Tensor& tensor);
-// Throws unless the tensor is a contiguous int64 tensor on the device of `on`: [size], or [n]
-// without a size.
+// Throws unless the tensor is a contiguous, aligned int64 tensor on the device of `on`: [size], or
+// [n] without a size.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
                 const Tensor& on, std::optional<int64_t> size = std::nullopt);
 // Throws unless `count` is in [0, most]; returns it.

@@ -1,5 +1,5 @@
-// Allocates, pins and frees host memory, and keeps the registry of it; see host_memory.h. The ops
-// at the end are called by speedtorch/memory/host_memory.py.
+// Allocates, pins and frees host memory, and keeps the registry of it; see host_memory.h. Most
+// ops at the end are called by speedtorch/memory/host_memory.py.
 
 #include "memory/host_memory.h"
 

@@ -384,12 +384,13 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
   return mapped;
 }
 
-// Ids on the CPU in address order, from the caller's plan or a new one. Throws for repeated ids.
+// A plan of ids on the CPU, by the caller or by plan_on_cpu. Ids ascend, as row addresses do.
 struct CpuPlan {
   Tensors made;
   PlanView view;
 };
 
+// Throws for repeated ids.
 CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t rows) {
   check_ids_on_cpu(kOp, list, ids, rows);
   CpuPlan result{.made = plan ? *plan : make_plan(kOp, ids, {rows}, nullptr), .view = {}};

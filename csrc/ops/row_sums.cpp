@@ -1,6 +1,6 @@
-// sum_rows: sums the rows of each distinct id of a batch, the gradient of a lookup. pool_rows: sums
-// the rows of each bag of several features, a lookup of all features at once. This file has the
-// checks and the CPU loops; the GPU kernels are in row_sums.cu.
+// sum_rows: adds up the gradient rows of each distinct id, for the backward of a lookup. pool_rows:
+// sums or averages the rows of each bag, for the lookups of all features of a collection at once.
+// This file has the checks and the CPU loops; the GPU kernels are in row_sums.cu.
 
 #include <algorithm>
 #include <cstring>

@@ -1,6 +1,6 @@
-// Kernels of sum_rows and pool_rows: add up the rows of one id or of one bag, in batch order.
-// Called by row_sums.cpp. Each row is read once for each sum that contains it; nothing crosses the
-// link. A group of lanes owns a sum; each lane owns neighboring columns of the sum.
+// Kernels of sum_rows and pool_rows: sums of the rows of one id, and sums or means of the rows of
+// one bag, in batch order. Called by row_sums.cpp. Each row is read once for each sum that has it;
+// nothing crosses the link. A group of lanes owns a sum; each lane owns neighboring columns of it.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -333,9 +333,9 @@ int launch(const SumRows& work, const PlanView& plan, void* scratch, const Repor
 
 // ---- pool_rows
 
-// A group of lanes owns a bag. While rows are loading, the group loads the places of the next rows.
-// Offsets that do not ascend cause no read out of bounds. Without the 1 in the launch bounds the
-// compiler uses fewer registers and serializes the row loads.
+// A group of lanes owns a bag. While rows are loading, the group loads the places (row indices) of
+// the next kInFlight entries. Offsets that do not ascend cause no read out of bounds. Without the 1
+// in the launch bounds the compiler uses fewer registers and serializes the row loads.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSumThreads, 1)
     pool_rows_kernel(PoolRows work, int64_t bags, SumLanes lanes) {

@@ -1,7 +1,7 @@
-// Plans ids on the GPU: marks bad ids, sorts (id, position) by id, numbers the distinct ids. Called
-// by plan.cpp. Each id is read once or twice from GPU memory; nothing crosses the link. Bad ids
-// leave garbage in the plan but cause no access out of bounds. Kernels that move rows read the
-// status and change nothing.
+// Plans ids on the GPU: counts ids out of range, sorts pairs (id, position) by id, and numbers the
+// distinct ids. Called by plan.cpp. Each id is read once or twice from GPU memory; nothing crosses
+// the link. Ids out of range leave garbage in the plan but cause no access out of bounds. Kernels
+// that move rows read the status and change nothing.
 
 #include <cuda_runtime.h>
 

@@ -80,7 +80,8 @@ struct DedupView {
   // kAny, kLast: a hash table from id to position in the batch + 1 (0: free).
   int32_t* slots = nullptr;
   int64_t slot_count = 0;  // a power of two
-  // [count] kAny: the position that moves the row. kLast: the slot of that position. kAll: null.
+  // [count] kAny: the position that moves the id's row. kLast: the index in `slots` where that
+  // position is. kAll: null.
   int32_t* kept_at = nullptr;
   int32_t* repeated = nullptr;  // [count] kAny: the positions that do not move their row
   const void* ids = nullptr;

@@ -114,12 +114,12 @@ def new_generation(
     The caller writes and syncs every file within the `with` block. Then the new folder is renamed,
     and all checkpoints are removed except for the last `keep` and their bases. `base` is the base
     of the new checkpoint, and `base_of` returns the base of an older one, or None. After an error
-    all previous checkpoints remain. Leftovers of killed processes are removed first, unless another
-    process saves to this folder now.
+    before the rename all previous checkpoints remain. Leftovers of killed processes are removed
+    first, unless another process saves to this folder now.
 
     Raises:
-        OSError: The disk raises an error. If syncing the folder fails, the message says that the
-            new checkpoint is in place.
+        OSError: The disk raises an error. If the fsync of `folder` after the rename fails, the
+            message says that the new file is in place.
     """
     generations_of(folder)  # raises if `folder` is a file
     os.makedirs(folder, exist_ok=True)

@@ -70,7 +70,7 @@ class DeviceModules:
     def begin_use(
         self, modules: Iterable[OffloadedModule], *, state: bool = False, gradients: bool = False
     ) -> Use:
-        """Prevents eviction of modules until end_use(), or until the returned Use is dropped."""
+        """Prevents eviction of modules until end_use() or the deletion of the returned Use."""
         modules = tuple(modules)
         use = Use(modules, state, set(modules if gradients else ()), set(modules if state else ()))
         for other in self._uses if state else ():

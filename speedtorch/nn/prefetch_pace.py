@@ -75,8 +75,9 @@ class MeasuredPace:
 
     Args:
         device: The GPU.
-        agree: Reduces a step's seconds and whether this GPU was idle to values for all ranks that
-            share the rows. All ranks call this function after the same number of steps.
+        agree: Receives this rank's median seconds per step, and whether its GPU was mostly idle.
+            Returns the seconds of the slowest rank, and whether the GPUs of all ranks that share
+            the rows were idle. All ranks call this function after the same number of steps.
     """
 
     checks = False  # lookups on a GPU check ids

@@ -583,7 +583,7 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
 def pool_rows(
     rows: Tensor, places: Tensor, offsets: Tensor, features: int, *, mean: bool = False
 ) -> Tensor:
-    """Sums the rows of each bag, for several features at once: a pooled lookup.
+    """Sums or averages the rows of each bag, for several features at once: a pooled lookup.
 
     The rows of a bag are added in order, as in torch's embedding_bag. Half precision is summed in
     float32 and rounded once. Not differentiable: callers have their own backward with `sum_rows`.

@@ -1,4 +1,4 @@
-"""HeldRows: the rows of the current step, for the parameter, the optimizer and the table.
+"""HeldRows: the unique rows of the current step, on the device of the parameter.
 
 A step holds each row of its lookups once: the weight in the parameter, and the optimizer state
 beside it. Step is an immutable value, and one assignment makes another step the current one. Work

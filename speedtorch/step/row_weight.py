@@ -648,7 +648,7 @@ def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Initializes the rows of a weight by a function of torch.nn.init, lazily if possible."""
+    """Initializes rows with a function of torch.nn.init, at once or at the rows' first use."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     weight: RowWeight = given.pop(next(iter(given)))
     numbers = {key: value for key, value in given.items() if value is not None}

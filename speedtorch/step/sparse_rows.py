@@ -1,8 +1,8 @@
 """SparseRows: a tensor of a table's shape with memory for only some of its rows.
 
 Examples are the gradient of an Embedding's weight and torch.zeros_like(weight). Operations return
-the numbers of a dense tensor of that shape; docs/differences.md lists exceptions. Pointwise
-operations compute with the rows that have memory. Other operations allocate all rows.
+values equal to those of a dense tensor, or raise NotImplementedError; docs/differences.md lists
+exceptions. Pointwise operations compute with the rows that have memory. Others allocate all rows.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class RowContent:
 class SparseRows(Tensor):
     """A tensor `[N, ...]` whose elements equal one number, except for the rows with memory.
 
-    `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. Operations return the
-    numbers of a dense tensor, except for those listed in docs/differences.md. Operations that are
-    not pointwise, such as indexed writes and views, allocate all N rows on the device.
+    `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. See this module for
+    the results of operations. Operations that are not pointwise, such as indexed writes and views,
+    allocate all N rows on the device.
     """
 
     content: RowContent

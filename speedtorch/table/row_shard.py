@@ -32,7 +32,7 @@ class RowShard(Tensor):
     """The blocks of this rank: each block's range among all rows, then its range in `field`."""
 
     def __new__(cls, rows: int, field: Tensor, blocks: Sequence[tuple[range, range]]) -> RowShard:
-        """Creates a tensor of `rows` rows without memory."""
+        """Creates a tensor of the `rows` rows of all ranks, with no memory but that of `field`."""
         shape = (rows, *field.shape[1:])
         return tensor_without_memory(cls, shape, dtype=field.dtype, device=field.device)
 
