@@ -112,7 +112,7 @@ clients: setup $(CLIENTS)/.installed ## tests with other libraries, in .venv-cli
 lint: setup ## format, lint and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict speedtorch
+	MYPYPATH=docs/examples $(PY) -m mypy --strict -p speedtorch -p demos
 	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run -Werror $(SOURCES)
 
 # tests/sanitized.py builds a separate package with only the CPU kernels, and runs these tests with it.

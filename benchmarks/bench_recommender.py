@@ -19,8 +19,8 @@ from benchmarks.bench_headline import used_outside_torch
 from benchmarks.bench_many_tables import KAGGLE
 from benchmarks.harness import Measured, figure_of, forget, synchronize
 from benchmarks.sizes import DEVICE, SIZES
-from speedtorch.demo.auc import auc
-from speedtorch.demo.criteo import CATEGORIES, NUMBERS
+from demos.auc import auc
+from demos.criteo import CATEGORIES, NUMBERS
 from speedtorch.nn.row_module import RowModule
 
 COLUMNS = 32

@@ -59,7 +59,8 @@ def run_stem(
 
     `benchmarks` and `speedtorch` are those of the folder. It may use the sockets of these numbers.
     """
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(folder), str(folder / "docs" / "examples")]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-c", f"from benchmarks.harness import run; run({stem!r})"],
         cwd=folder,

@@ -23,7 +23,13 @@ HERE = Path(__file__).resolve().parent
 def executed(path: Path) -> nbformat.NotebookNode:
     """The notebook with outputs, without times and without the lines that a bar overwrote."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=600, record_timing=False, coalesce_streams=True)
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(HERE)}},
+    )
     client.execute()
     notebook.metadata.language_info = {"name": "python"}
     text = nbformat.writes(notebook).replace(f"{HERE.parent}/", "")  # paths in the checkout

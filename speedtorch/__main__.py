@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
-from speedtorch.demo.command import add_demos, run_demo
 from speedtorch.doctor import run_doctor
 from speedtorch.info import info
 from speedtorch.memory.calibration import calibrate
@@ -57,10 +59,22 @@ def _run(arguments: Sequence[str] | None) -> int:
         "replay", help="runs the operators of a dump and compares results"
     )
     replay_parser.add_argument("file", help="a dump of a program with SPEEDTORCH_LOG=dump")
-    add_demos(commands.add_parser("demo", help="trains an example model"))
+    demo = commands.add_parser("demo", help="trains an example model, in a checkout")
+    if (demos := _demos()) is not None:
+        demos.add_demos(demo)
+    else:
+        demo.add_argument("rest", nargs=argparse.REMAINDER)
     chosen = parser.parse_args(arguments)
     if chosen.command == "demo":
-        return run_demo(chosen)
+        if demos is not None:
+            status: int = demos.run_demo(chosen)
+            return status
+        print(
+            "speedtorch: the demonstrations are not installed. They are in the folder"
+            " docs/examples/demos of the source code: run this command in a checkout.",
+            file=sys.stderr,
+        )
+        return 2
     if chosen.command == "doctor":
         return run_doctor(chosen.folder, as_json=chosen.json)
     if chosen.command == "calibrate":
@@ -69,6 +83,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         return replay(chosen.file)
     print(info().as_json() if chosen.json else info())
     return 0
+
+
+def _demos() -> ModuleType | None:
+    """The command line of the demonstrations, or None outside of a checkout."""
+    folder = Path(__file__).resolve().parents[1] / "docs" / "examples"
+    if not (folder / "demos").is_dir():
+        return None
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module("demos.command")
 
 
 def _folder(name: str) -> str:

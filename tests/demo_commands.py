@@ -13,10 +13,10 @@ from typing import Any
 
 from topics import topic_passages
 
+from demos import dlrm_run, glove_run, ncf, word2vec
+from demos.criteo import write_clicks
+from demos.ratings import Ratings, generated_ratings
 from speedtorch.__main__ import main
-from speedtorch.demo import dlrm_run, glove_run, ncf, word2vec
-from speedtorch.demo.criteo import write_clicks
-from speedtorch.demo.ratings import Ratings, generated_ratings
 
 __all__ = ["DEMOS", "Demo", "demo_file", "demo_ratings", "facts", "run_demo"]
 

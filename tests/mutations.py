@@ -458,7 +458,7 @@ def main() -> None:
     """Lists or runs the faults of a seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--count", type=int, default=43)
+    parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--replaced", nargs="*", default=[], help="draws that change no behaviour")
     parser.add_argument("--only", nargs="*", default=[], help="names of draws")
     parser.add_argument("--tests", nargs="*", default=[], help="run instead of the nearest")

@@ -91,7 +91,8 @@ def test_a_notebook_runs(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads would only wait for those of other tests
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name=kernel).execute()
+    folder = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name=kernel, resources=folder).execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     printed = "".join(out.get("text", "") for out in outputs)
     if path.stem == "01_data_gadget":

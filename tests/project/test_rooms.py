@@ -15,7 +15,7 @@ import speedtorch
 PACKAGE = Path(speedtorch.__file__).parent
 # From the ground up. Of two that know nothing of each other either may come first.
 ROOMS = ["ops", "plan", "files", "memory", "table", "step", "optim", "layers", "nn", "parallel"]
-ROOMS += ["checkpoints", "legacy", "demo"]
+ROOMS += ["checkpoints", "legacy"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 CSRC = PACKAGE.parent / "csrc"
 CSRC_ROOMS = ["core", "memory", "call", "move", "plan", "ops", "python"]
@@ -60,7 +60,7 @@ def test_every_folder_is_a_room() -> None:
 
 def test_the_tests_stand_in_the_rooms_of_what_they_test() -> None:
     folders = {file.parent.name for file in Path(__file__).parents[1].glob("*/test_*.py")}
-    assert folders == {*ROOMS, "project"}
+    assert folders == {*ROOMS, "demos", "project"}
 
 
 def test_the_library_alone_is_no_file_of_python() -> None:
@@ -127,8 +127,7 @@ def test_an_object_alone_writes_to_its_fields(file: Path) -> None:
         and not target.attr.startswith("__")
         and target.attr not in NOT_OURS | own
     }
-    if file.parent.name != "demo":  # whose loops fill the record of a run
-        assert file.name == "row_weight.py" or foreign == set()
+    assert file.name == "row_weight.py" or foreign == set()
 
 
 def test_each_field_of_an_object_is_written_from_one_file() -> None:

@@ -1,0 +1,229 @@
+"""DLRM: Criteo's format, plain torch's numbers bit for bit, and `demo dlrm` as a user runs it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEEDS_GPU
+from demo_commands import DEMOS, demo_file, facts, run_demo
+from safetensors.torch import load_file
+
+import speedtorch
+from demos import dlrm_run
+from demos.click_batches import ClickBatches
+from demos.criteo import Clicks, read_clicks, write_clicks
+from demos.dlrm import DLRM, Outcome, held_out_score, train
+from demos.settings import make_optimizer
+from speedtorch.__main__ import main
+
+LINE = "1\t" + "\t".join(["", "-2", *"0" * 11]) + "\t" + "\t".join(["68fd1e64", "", *"f" * 24])
+
+
+@pytest.fixture(scope="module")
+def clicks() -> Clicks:
+    return read_clicks(demo_file("dlrm"))
+
+
+def written(folder: Path, content: str, zipped: bool = False) -> Path:
+    path = folder / "some file"
+    path.write_bytes(gzip.compress(content.encode()) if zipped else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
+def test_fields_are_read_and_empty_ones_are_0(tmp_path: Path, zipped: bool, end: str) -> None:
+    empty = "0" + "\t" * 39
+    found = read_clicks(written(tmp_path, LINE + end + end + empty + end + LINE, zipped))
+    assert found.clicked.tolist() == [1, 0, 1] and len(found) == 3
+    assert found.numbers.shape == (3, 13) and not found.numbers.any()
+    assert found.categories[0].tolist() == [0x68FD1E64, 0] + [15] * 24
+    assert not found.categories[1].any()
+    assert [array.dtype for array in vars(found).values()] == [np.float32, np.float32, np.uint32]
+
+
+def test_numbers_become_logarithms_and_categories_remainders(tmp_path: Path) -> None:
+    text = LINE.replace("\t\t-2\t0", "\t7\t-2\t100").replace("68fd1e64", "FFFFFFFF")
+    found = read_clicks(written(tmp_path, text))
+    assert found.numbers[0, :3].tolist() == pytest.approx([np.log(8), 0, np.log(101)])
+    (batch,) = ClickBatches(found, 1000, batch=5)
+    assert batch.ids["C1"].tolist() == [(2**32 - 1) % 1000] and batch.ids["C3"].tolist() == [15]
+
+
+def test_no_more_lines_are_read_than_requested(tmp_path: Path) -> None:
+    path = written(tmp_path, f"{LINE}\n{LINE}\nbroken\n")
+    assert len(read_clicks(path, lines=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (LINE.removeprefix("1\t"), "got 39: '\\t-2\\t0"),
+        (LINE.removeprefix("1\t"), "Use Criteo's train.txt; test.txt has no labels."),
+        (LINE + "\t", "got 41: "),
+        ("2" + LINE[1:], "a label, 0 or 1"),
+        (LINE.replace("-2", "1.5"), "13 integers"),
+        (LINE.replace("68fd1e64", "0x8fd1e6"), "26 categories of up to 8 hexadecimal digits"),
+        (LINE.replace("68fd1e64", "168fd1e64"), "Correct the line."),
+        ("x" * 100, "got 1: '" + "x" * 60 + "...'"),
+    ],
+    ids=lambda value: "",
+)
+def test_the_error_of_a_broken_line_has_its_number_and_a_remedy(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = written(tmp_path, f"{LINE}\n\n{line}\n")
+    with pytest.raises(ValueError) as error:
+        read_clicks(path)
+    assert str(error.value).startswith(f"{path}, line 3: expected 40 fields")
+    assert message in str(error.value)
+
+
+def test_what_is_made_up_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    for name, seed in (("same", 0), ("other", 1)):
+        write_clicks(tmp_path / name, lines=3000, seed=seed)
+    same, other = ((tmp_path / name).read_bytes() for name in ("same", "other"))
+    assert same == demo_file("dlrm").read_bytes() != other
+    found = read_clicks(demo_file("dlrm"))
+    assert 0.2 < found.clicked.mean() < 0.35
+    assert ((found.categories == 0).mean(0) > 0.02).all()
+    assert ((found.categories == 0).mean(0) < 0.1).all()
+
+
+def test_the_last_lines_are_held_out_and_must_have_both_kinds(clicks: Clicks) -> None:
+    first, last = clicks.split(0.25)
+    assert np.array_equal(np.concatenate([first.clicked, last.clicked]), clicks.clicked)
+    assert len(last) == 750
+    with pytest.raises(ValueError, match="the last 0 of 3,000, must include.*more lines"):
+        clicks.split(1e-9)
+    with pytest.raises(ValueError, match="held_out must be above 0 and below 1, got 1"):
+        clicks.split(1)
+
+
+def test_every_epoch_has_each_line_once_in_its_own_order(clicks: Clicks) -> None:
+    batches = ClickBatches(clicks, 10**6, batch=1000, epochs=2, seed=3)
+    found = [torch.stack([*batch.ids.values()], 1) for batch in batches]
+    assert len(batches) == len(found) == 6
+    first, second = torch.cat(found[:3]), torch.cat(found[3:])
+    assert not torch.equal(first, second)
+    assert sorted(first.tolist()) == sorted(second.tolist())
+
+
+def trained(
+    clicks: Clicks, name: str, *, dim: int = 8, plain: bool = False, device: str = "cpu", **how: Any
+) -> tuple[DLRM, Outcome]:
+    """A trained model; a plain one begins with the first values of ours."""
+    first, lr = DLRM(200, dim, device=device, seed=5), {"SGD": 0.5}.get(name, 0.02)
+    model = DLRM(200, dim, plain=True, device=device) if plain else first
+    if plain:
+        model.load_state_dict(first.state_dict())
+    optimizer = make_optimizer(name, lr, model.parameters())
+    if not plain:
+        speedtorch.attach(optimizer, model)
+    batches = ClickBatches(clicks, 200, batch=250, epochs=3)
+    outcome = train(model, optimizer, batches, ahead=not plain, **how)
+    model.state_dict()  # Brings all rows home, while the optimizer lives.
+    return model, outcome
+
+
+@pytest.mark.dealt("dim")
+@pytest.mark.parametrize("dim", [1, 16])
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_losses_and_all_rows_are_plain_torchs_bit_for_bit(
+    clicks: Clicks, name: str, dim: int
+) -> None:
+    (ours, one), (plain, other) = (trained(clicks, name, dim=dim, plain=p) for p in (False, True))
+    assert one.losses == other.losses and one.losses[-1] < one.losses[0]
+    found, expected = ours.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    untrained = DLRM(200, dim, seed=5).state_dict()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) and not torch.equal(untrained[key], value)
+
+
+@NEEDS_GPU
+def test_on_a_gpu_the_loss_is_plain_torchs(clicks: Clicks) -> None:
+    ours, theirs = (
+        trained(clicks, "Adagrad", plain=plain, device="cuda")[1] for plain in (False, True)
+    )
+    assert ours.losses == pytest.approx(theirs.losses, rel=0.01)
+
+
+@pytest.mark.examples
+@pytest.mark.usefixtures("one_thread")
+def test_training_raises_the_auc_clearly_above_chance(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks", lines=30_000)
+    first, held = read_clicks(tmp_path / "clicks").split(0.2)
+    model = DLRM(5000, 8)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    speedtorch.attach(optimizer, model)
+    before = held_out_score(model, held)
+    train(model, optimizer, ClickBatches(first, 5000, batch=256))
+    after = held_out_score(model, held)
+    assert 0.4 < before.auc < 0.6 and after.samples == 6000
+    assert after.auc > 0.65 and after.normalised_entropy < min(0.98, before.normalised_entropy)
+
+
+@pytest.mark.usefixtures("on_a_terminal")
+def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_same_bits(
+    clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    assert run_demo("dlrm", out, "--compare") == 0
+    assert sorted(os.listdir(out)) == [*DEMOS["dlrm"].files]
+    printed = capsys.readouterr()
+    for start in ("clicks ", "time ", "loss ", "AUC ", "entropy ", "tables ", "peak ", "saved "):
+        assert f"\n{start}" in f"\n{printed.out}"
+    assert "steps/s" in printed.out and "comparison bitwise identical" in printed.out
+    assert "training: 100%" in printed.err and "plain torch: 100%" in printed.err
+    found = facts(out)
+    assert found["training"]["samples"] == 5400 and found["training"]["finished"]
+    # 26 tables of 100 rows of 4 numbers, and Adagrad keeps one more of each.
+    assert found["table_bytes"] == 26 * 100 * 4 * 4 * 2
+    assert found["plain_torch"]["identical"] and found["plain_torch"]["farthest"] == 0
+    for name in ("auc", "normalised_entropy"):
+        assert found["plain_torch"][name] == found["after"][name]
+    model = DLRM(100, 4)
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    assert held_out_score(model, clicks.split(0.1)[1]).auc == found["after"]["auc"]
+
+
+def test_compare_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = partial(make_optimizer, "SGD", 0.1)
+    monkeypatch.setattr(dlrm_run, "make_optimizer", lambda name, lr, p: other(p))
+    original = dlrm_run.train
+
+    def train(*args: Any, ahead: bool = True, **how: Any) -> Outcome:
+        outcome = original(*args, ahead=ahead, **how)
+        if not ahead:
+            args[0].bags.embedding_bags["C9"].weight.data[7] += 1
+        return outcome
+
+    monkeypatch.setattr(dlrm_run, "train", train)
+    assert run_demo("dlrm", tmp_path, "--compare") == 1
+    assert not facts(tmp_path)["plain_torch"]["same"]
+
+
+def test_without_a_file_one_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlrm_run, "write_clicks", partial(write_clicks, lines=2000))
+    options = (
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--seed",
+        "3",
+        "--lines",
+        "1500",
+        *DEMOS["dlrm"].small,
+    )
+    assert main(["demo", "dlrm", *options]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["clicks.txt", *DEMOS["dlrm"].files]
+    assert facts(tmp_path)["after"]["samples"] == 150
