@@ -41,8 +41,9 @@ class GenerationWriter:
     """Writes one checkpoint, by one process or by all ranks together.
 
     All ranks call the methods in the order of their definition. An error on one rank raises on all
-    ranks, and the previous checkpoints remain. The caller closes `stack` at the end, also after an
-    error.
+    ranks. After an error before the rename in finish(), all previous checkpoints remain. The caller
+    exits `stack` at the end, after an error with that error. An exit without an error between
+    make() and finish() would publish an incomplete checkpoint.
     """
 
     _ranks: Collectives
@@ -57,7 +58,8 @@ class GenerationWriter:
             JoinedFile(f"rows-{at:05d}.safetensors", shard)
             for at, shard in enumerate(_shards(self.change.shared), 1)
         ]
-        # First this rank's rows of each file that all ranks write, then the files of one process.
+        # First this rank's rows of each file that all ranks write, then the files that only the
+        # first rank writes. On other ranks `change.own` is empty.
         self.jobs: list[Mapping[Any, Tensor | SelectedRows]] = [file.own for file in self._files]
         self.jobs += _shards(self.change.own)
         self._entries: list[dict[str, Any]] = []
@@ -68,7 +70,7 @@ class GenerationWriter:
         """Creates the folder, and in it the files that all ranks write together."""
 
         def make() -> Generation:
-            """Checks the free space and creates the folder, on the first rank."""
+            """Creates the hidden folder and checks the free space, on the first rank."""
             needed = partial(base_of, self._folder)
             new = new_generation(self._folder, keep, needed, self.change.base_number)
             made = self._switching.enter_context(new)
@@ -81,11 +83,15 @@ class GenerationWriter:
                 file.make(made.folder)
             return made
 
-        # Only the first rank's object gets the final number, when it switches.
+        # The rename may increase the first rank's `number`. Other ranks keep this earlier number
+        # here, and receive the final one in finish().
         self._generation = run_on_first(self._ranks, make)
 
     def begin(self, tensors: SavedTensors, later: int, progress: bool | None) -> None:
-        """Writes all jobs except for the last `later` ones, whose tensors are copied."""
+        """Writes all jobs, but copies the tensors of the last `later` jobs to host memory instead.
+
+        `progress` must be False if ranks write files together, because JoinedFile reports no bytes.
+        """
         first = len(self.jobs) - later
         now = self.jobs[:first]
         total = sum(rows.nbytes for job in now for rows in job.values())

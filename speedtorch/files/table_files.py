@@ -1,4 +1,7 @@
-"""Saves and loads the fields of a table; a table of any size needs at most 32 MiB of buffers."""
+"""Saves and loads the fields of a table of any size.
+
+Saving uses at most 32 MiB of buffers (see write_blocks()), and loading uses at most 4 MiB.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class StoredField(StoredArray):
     def read_into(self, field: Tensor) -> None:
         """Reads all rows into a field of this shape and dtype, with any row stride."""
         offset, rows = self.offset, byte_rows(field)
-        count, row_bytes = rows.shape
+        count, row_bytes = rows.shape  # at least one byte, also for a field without elements
         whole = torch.empty(min(_BLOCK_BYTES, rows.numel()), dtype=torch.uint8, device="cpu")
         rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
         for row in range(0, count, rows_per_block):
@@ -81,8 +84,9 @@ def save_fields(
 ) -> None:
     """Saves all fields of a table or none: `[rows, ...]` and contiguous within a row.
 
-    Raises ValueError for an unknown ending, fields that the format cannot hold, other files that
-    would be read as fields of this table, or a path that is the file `mapped`.
+    Raises ValueError for an unknown ending, fields that the format cannot hold, or a path that is
+    the file `mapped`. For .npy, also raises ValueError if other files beside `path` would be loaded
+    as part of this table.
     """
     name = os.fspath(path)
     with path_in_errors(name):  # realpath() raises if the current folder was deleted
@@ -188,7 +192,10 @@ def _open_first(places: Sequence[str], stack: ExitStack) -> OpenFile:
 
 
 def _first(places: Sequence[str], act: Callable[[str], _Result]) -> _Result:
-    """Calls `act` with the first of these paths that exists."""
+    """Calls `act` with the first of these paths that exists.
+
+    A .npy file has two paths: first in the switch folder of a save, then the file's own name.
+    """
     for place in places[:-1]:
         with suppress(FileNotFoundError):
             return act(place)

@@ -54,7 +54,8 @@ _members: weakref.WeakKeyDictionary[DistributedDataParallel, list[Averaging]]
 _members = weakref.WeakKeyDictionary()
 """The offloaded modules that have been used in each DistributedDataParallel's forward.
 
-Modules of a deleted Swapper remain here, because the wrapper still averages their parameters.
+This dict keeps the Averaging of a deleted Swapper alive. The wrapper still averages the parameters,
+and their gradient hooks refer to the Averaging only weakly.
 """
 
 _averaged: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
@@ -99,7 +100,10 @@ class Averaging:
         """The handles of the gradient hooks, by parameter."""
 
     def note(self) -> None:
-        """Records the parameters' nodes before the module moves, because a move replaces them."""
+        """Records the parameters' nodes before the module moves, because a move replaces them.
+
+        A move without note() before it loses the averaging without an error.
+        """
         if self._wrappers_noted == _registry.number:
             return
         parameters = [param for param in self._module.parameters() if param.is_leaf]
@@ -137,9 +141,10 @@ class Averaging:
     def check(self, *, steps: bool) -> None:
         """Checks a use of the module if it is in a DistributedDataParallel's forward.
 
-        Raises NotImplementedError in three cases. The module is stepped in the backward, before its
-        gradients are averaged. Gradients are views of buckets, but a move gives them other memory.
-        The wrapper searches the graph for parameters' nodes, and moves have replaced these nodes.
+        Raises NotImplementedError in three cases. auto(step=True) steps the module in the backward,
+        before its gradients are averaged. Gradients are views of buckets, but a move gives them
+        other memory. The wrapper searches the graph for parameters' nodes, and moves have replaced
+        these nodes.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):
@@ -273,7 +278,9 @@ def _before_forward(wrapper: nn.Module, _: object) -> None:
         )
     if wrapper in _placed or not torch.is_grad_enabled():
         return
-    if allows_uneven_inputs(wrapper):  # join() counts ranks before any allocation
+    if allows_uneven_inputs(wrapper):
+        # join() first all-reduces the number of active ranks. The rebuild of the buckets also
+        # communicates, so this hook must not rebuild them before that all-reduce.
         if any(member.host_parameters for member in members):
             raise NotImplementedError(
                 "DistributedDataParallel.join() allocates gradients on the parameters' device in"

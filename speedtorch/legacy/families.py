@@ -34,11 +34,11 @@ Datatype = str | torch.dtype | npt.DTypeLike
 class TablePlace:
     """The place of a table that is created later."""
 
-    memory: str  # one of HostTable's kinds, or "variable": the device of the table's variable
+    memory: str  # one of HostTable's kinds, or "variable": the device that make_table() gets
     diskname: str = ""  # for "file": the start of the file names
 
     def make_table(self, rows: int, fields: Fields, device: torch.device) -> HostTable:
-        """Creates a zeroed table for a variable on `device`.
+        """Creates a zeroed table; `device` is the place of a table with memory "variable".
 
         A table in a file uses the first free name `<diskname><number>.memmap`.
         """
@@ -113,14 +113,18 @@ def in_file(diskname: str = "", CPUPinn: bool = False) -> TablePlace:
     if CPUPinn:
         warnings.warn(
             "CPUPinn=True has no effect on a memory-mapped file, because writable pages of files"
-            " cannot be pinned. A GPU uses staged copies. Classes without MM pin their rows.",
+            " cannot be pinned. A GPU uses staged copies. With CPUPinn=True, the class without MM"
+            " uses host memory that a GPU accesses directly.",
             stacklevel=3,
         )
     return TablePlace("file", diskname)
 
 
 def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> TablePlace:
-    """The table's place that corresponds to torch.zeros(device=deviceType, pin_memory=pinType)."""
+    """The table's place that corresponds to torch.zeros(device=deviceType, pin_memory=pinType).
+
+    Raises ValueError for devices other than the CPU and GPUs, and for pinned memory on a GPU.
+    """
     kind = str(deviceType).partition(":")[0]
     if kind == "cpu":
         return TablePlace("auto" if pinType else "plain")
@@ -133,7 +137,7 @@ def of_kind(deviceType: str | torch.device = "cuda", pinType: bool = False) -> T
 
 
 def default_device() -> torch.device:
-    """The device for rows without a variable: the current GPU, if there is one."""
+    """The device for classes without a variable: the current GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

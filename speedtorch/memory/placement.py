@@ -77,7 +77,8 @@ class Placement:
     path: str | None = None  # the file of the bytes, if there is one
     reason: str = ""  # why the memory differs from the requested kind, or is slower to access
     writable: bool = True  # whether rows may be written
-    is_in_place: bool = False  # whether a GPU's kernels access the rows without a copy
+    # whether a GPU's kernels access rows in host memory without a copy; False for memory="cuda"
+    is_in_place: bool = False
     memory_beside: MemoryKind = "auto"  # the kind for tables that are created beside this one
     _shared: SharedMemory | None = None
 
@@ -94,7 +95,10 @@ class Placement:
         self.settle()
 
     def release(self) -> None:
-        """Frees the memory once no tensor uses it, even if a captured CUDA graph still does."""
+        """Frees the memory once no tensor uses it.
+
+        A later replay of a captured CUDA graph that uses the memory would access freed memory.
+        """
 
     def remove_file(self) -> None:
         """Deletes the file that was created for the bytes, if any."""
@@ -278,7 +282,8 @@ class MappedPlacement(Placement):
 def check_size(path: str, size: int, needed: int) -> None:
     """Raises ValueError if a mapped file has become shorter than the table in it.
 
-    The system ends a process (SIGBUS) that accesses memory behind the end of a mapped file.
+    The system ends a process (SIGBUS) that accesses memory behind the end of a mapped file. No
+    exception can report such an access, so tables call check() before they use the rows.
     """
     if size < needed:
         raise ValueError(

@@ -19,8 +19,8 @@ from speedtorch.step.trained_rows import Bags
 
 __all__ = ["TableIds", "TableRanges"]
 
-# The lookups whose row ids are remembered: four for the current batch and for each batch that
-# prefetch has planned.
+# The lookups whose row ids are remembered: four each of the current batch and of the two batches
+# that prefetch plans ahead.
 _KEPT = 12
 
 
@@ -62,12 +62,13 @@ class TableRanges:
         return slice(self.firsts[at], self.firsts[at] + self.tables[at].rows)
 
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
-        """Converts feature ids to row ids, and on a GPU reuses the result for the same tensors.
+        """Converts feature ids to row ids; the lookup finds bad ids, see explained().
 
-        The call waits for no device. The lookup finds bad ids; see explained().
+        With a GPU, reuses the result for equal ids on the CPU, or for the same unchanged tensors on
+        the GPU.
         """
         if device.type == "cpu" and not any(tensor.is_cuda for tensor in source.tensors):
-            # Announced or planned ids on the CPU are recognized by the values of their row ids.
+            # No cache is needed: announce() and prefetch recognize row ids on the CPU by values.
             return self._made(source.read(device), device)
         # A CUDA graph must convert ids itself, because its inputs change with each replay.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -90,7 +91,8 @@ class TableRanges:
         known = _find(self._awaited, source, place)
         if known is None:
             tensors = source.tensors if planned else []
-            # The same tensors with unchanged values, because NumPy may have changed the values.
+            # The first entry requires the same tensor objects. The second compares the values of
+            # CPU tensors, because a write through NumPy changes no version counter.
             seen = [SeenTensors(tensors, device, unread=True), SeenTensors(tensors, device)]
             known = self._made(source.read(device), device)
             form = source.form if planned else None  # no features have the form None
@@ -99,6 +101,7 @@ class TableRanges:
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
         if device not in self._ranges:
+            # The copy of constants waits for the GPU, so a CUDA graph captures only later calls.
             ranges = [(self.firsts[k], self.tables[k].rows) for k, _ in self.features]
             self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
         ids, offsets, samples, _ = jagged
@@ -114,7 +117,10 @@ class TableRanges:
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
     def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
-        """Returns an error with feature and table, if the bad ids are still known, or `error`."""
+        """Returns an error that names feature and table of the latest remembered bad ids.
+
+        Returns `error` if the remembered row ids have no bad ids.
+        """
         before = [made() for *_, made in (*self._cache, *self._awaited)]
         for ids in reversed([*before, latest]):
             if ids is not None and (named := self._bad_id(ids)) is not None:

@@ -19,17 +19,24 @@ from speedtorch.ops.log_switches import DUMPED_CALLS
 
 __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 
-_MAX_BYTES = 64 << 20  # per call: the inputs of large tables would fill the host's memory
-# The numbers of fully written results of ops that leave entries of other results unwritten.
+# Bytes of one call. Copies remain on the device of their inputs, so large inputs of many calls
+# would fill the host's or the GPU's memory.
+_MAX_BYTES = 64 << 20
+# The number of leading results that these ops write completely. Later results have unwritten
+# entries, which digests must exclude.
 _WHOLE_RESULTS = {"plan_batch": 5, "plan_parts": 5, "merge_rows": 3, "diff_ids": 0}
-# The places of arguments that name an object of this process. The object is absent in a replay.
+# The position of an argument that is a handle, by op. The handle of plan_parts names a queued copy
+# of numbers to the host, which a replay lacks.
 _HANDLES = {"plan_parts": 3}
 _NO_HANDLE = -1
 _process = os.getpid()  # calls of a forked child are not recorded
 _path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
 _calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
 _writers: list[Callable[[Path, Sequence[dict[str, Any]]], object]] = []
-"""The function that writes calls to a file, once the package has set it."""
+"""The function that writes calls to a file.
+
+The package sets this function later, because its module imports the ops and therefore this module.
+"""
 
 
 def write_by(writer: Callable[[Path, Sequence[dict[str, Any]]], object]) -> None:

@@ -1,7 +1,9 @@
-"""Copies of an optimizer that step a small parameter and record the state that the step makes.
+"""Copies of an optimizer that step a small parameter in trials, and record the resulting state.
 
-A copy has its own settings, attributes and state, and no hooks, so that its steps do not change the
-original. A small stand-in replaces every parameter, module, table and large tensor.
+The probe, the search for the own step function and the checks of Swapper use copies. Training steps
+always use the original. A copy has its own settings, attributes and state, and no hooks, so that a
+trial does not change the original. A small stand-in replaces every parameter, module, table and
+large tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ __all__ = [
 
 own_steps: weakref.WeakKeyDictionary[type[Optimizer], Callable[..., Any]]
 own_steps = weakref.WeakKeyDictionary()
-"""The own step function of each class: the innermost step() of its super().step() chain."""
+"""The own step function of each class, found by step_hooks.find_own_step().
+
+The own step is the innermost step() of the super().step() chain. Only this function runs with the
+step's rows.
+"""
 
 # The most elements of a tensor that the probe copies instead of replacing it.
 _MOST_COPIED = 1 << 16
@@ -152,7 +158,7 @@ class Recorder(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
             first = self._defaults.pop(name, value)
-            # Subclasses of Tensor may not support clone(). They are checked later, never used.
+            # Subclasses of Tensor may not support clone(). The probe raises for such entries later.
             plain = not isinstance(first, Tensor) or type(first) in (Tensor, nn.Parameter)
             self.first[name] = snapshot(first) if plain else first
         super().__setitem__(name, value)
@@ -172,7 +178,8 @@ class _StateMap(defaultdict[Any, Any]):
     """An optimizer's whole state, with a Recorder for each parameter."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        # An empty dict that the optimizer fills later remains a dict, and the probe raises for it.
+        # An empty dict remains a dict, because a Recorder made now would miss entries that the
+        # optimizer adds to that dict later. The probe raises for such an optimizer.
         if isinstance(value, Mapping) and value and not isinstance(value, Recorder):
             value = Recorder(value)
         super().__setitem__(key, value)
@@ -214,7 +221,7 @@ class OptimizerCopy:
         return state
 
     def hold(self, rows: Mapping[str, Tensor]) -> None:
-        """Replaces the parameter's rows with `rows[""]`, and their state with the other entries."""
+        """Sets the parameter's rows to `rows[""]`, and updates its state with the other entries."""
         self.parameter.grad = None
         self.parameter.data = rows[""].clone()
         self.state.update({name: value.clone() for name, value in rows.items() if name})

@@ -21,11 +21,13 @@ class GradScaler(HostGradScaler):
 
     **Sharded rows:** if one rank finds infinite or NaN gradients, all ranks skip the step. A rank
     has only its own rows' gradients: with torch's scaler, ranks would skip different steps and get
-    different scales. unscale_(), or step() without it, all-reduces the result once for each
-    optimizer with such rows. All ranks call these in the same order, also with an empty batch.
+    different scales. unscale_(), or step() without it, all-reduces the result once for each process
+    group that shares rows of the optimizer. All ranks call these in the same order, also with an
+    empty batch.
 
-    **Offloaded layers:** gradients may be in host memory while the scale is on the GPU. Gradients
-    are divided after the scale is copied to the host. torch's scaler does not wait for that copy.
+    **Offloaded layers:** gradients may be in host memory while the scale is on the GPU. This class
+    waits for the copy of the scale to the host before gradients are divided. Torch's scaler does
+    not wait.
 
     The arguments are the same as for torch.amp.GradScaler.
 

@@ -22,8 +22,9 @@ from speedtorch.torch_internals import current_stream
 
 __all__ = ["JointBatch"]
 
-# The counts of plan_batch(): the status of the plan (first the number of ids out of range), then
-# the numbers of named, kept, incoming and outgoing rows.
+# The counts of plan_batch(): first PlanStatus of csrc/plan/plan_launch.h, which begins with the
+# number of ids out of range. Then the numbers of unique rows in this batch, also in `after`, only
+# in this batch, and only in `after`.
 _STATUS_FIELDS, _COMPARED = 8, 4
 
 _NO_PADDING = _NO_CAPACITY = -1
@@ -107,13 +108,16 @@ class JointBatch:
             after.following = weakref.ref(self)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Sets the event after which the plans are complete; see BatchIds."""
+        """Sets the event after which the plans are complete, for plans on a side stream."""
         self._planned = event
         for part in self.parts:
             part.planned_until(event)
 
     def join(self) -> None:
-        """Makes the current stream wait until the plans are complete."""
+        """Makes the current stream wait until the plans are complete.
+
+        Only the first call waits, so all later work on the plans must follow on this stream.
+        """
         if self._planned is not None:
             self.parts[0].join()
             self.planned_until(None)
@@ -146,7 +150,7 @@ class JointBatch:
         return [batch for reference in self._batches if (batch := reference()) is not None]
 
     def forget_batches(self) -> None:
-        """Forgets the batches, because a step of this batch has begun or never will."""
+        """Forgets the batches, so that the tables cannot begin another step of them together."""
         self._batches = []
 
     @property

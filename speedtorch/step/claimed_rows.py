@@ -22,7 +22,11 @@ from speedtorch.torch_internals import TensorWeakRef, as_plain, outside_modes, v
 __all__ = ["ClaimedRows"]
 
 _late: list[ClaimedRows] = []
-"""Rows that became garbage while a CUDA graph was captured. They end after the capture."""
+"""Rows that became garbage while a CUDA graph was captured.
+
+These rows end when the next ClaimedRows is deleted after the capture. Until then, methods of the
+table still write the rows back. At interpreter exit nothing is written back.
+"""
 
 
 class ClaimedRows:
@@ -33,8 +37,8 @@ class ClaimedRows:
     its next use. A parameter that requires a gradient later needs claim(), which raises
     RuntimeError if another living module has the claim.
 
-    This class implements RowHolder of speedtorch/table/host_table.py. The arguments are those of
-    TrainedRows, with a view of the parameter instead of the parameter.
+    This class implements RowHolder of speedtorch/table/host_table.py. `view` shows the step's rows
+    as the module's parameter. The other arguments are those of TrainedRows.
     """
 
     def __init__(
@@ -52,12 +56,13 @@ class ClaimedRows:
         self.parameter_view, self.parameter = view, view.parameter
         store = RowStore(table, view.parameter.dtype, rounding)
         self.held_dtype, self.rounding = store.held_dtype, rounding
-        # A shard without the padding row has padding == rows: a row of zeros that the table lacks.
+        # With a capacity, a shard that lacks the padding row has padding == table.rows. This id
+        # names a row of zeros outside the table.
         self._padding = None if padding == table.rows else padding
         self.exchange = Exchange(name, store, view, padding, capacity)
         self.steps = self.exchange.steps
         self.lock = self.exchange.lock
-        """The lock that a thread acquires while it uses the rows; HeldRows has its rules."""
+        """The lock that a thread acquires while it uses the rows; HeldRows documents its rules."""
         self._weight: Callable[[], RowWeight | None] = lambda: None
         self.weight_reference: Callable[[], Tensor | None] = self._weight
         """Returns the weight for comparisons with `is` only; other code calls `_weight`."""
@@ -190,7 +195,7 @@ class ClaimedRows:
         self._write_back_at_end()
 
     def _write_back_at_end(self) -> None:
-        """Writes the rows back at the end of their use; does nothing in a forked child.
+        """Writes the rows back, unless in a forked child or while a CUDA graph is captured.
 
         A forked child cannot read rows on a GPU. is_of_fork is true in every such child,
         is_inherited only if the child shares the table's memory with its parent. A CUDA graph would

@@ -37,7 +37,10 @@ class ReadOnlyRows(Tensor):
     rows: Tensor
     remedy: str
     _whole: Tensor
-    """The tensor that `rows` views. Memory stays pinned only while this object exists."""
+    """The tensor object that `rows` views.
+
+    Pinned memory is unpinned when the pinned tensor object dies, so each view keeps this object.
+    """
 
     def __new__(cls, rows: Tensor, remedy: str, whole: Tensor | None = None) -> ReadOnlyRows:
         """Guards rows."""
@@ -99,7 +102,8 @@ class ReadOnlyRows(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The rows' storage is the whole file. multiprocessing moves a storage that it sends.
+        # The rows' storage is the whole file. A pickle would contain the whole file, and
+        # multiprocessing would move that storage to shared memory.
         data = in_own_storage(self.rows.contiguous().view(-1).view(torch.uint8))
         own = data.view(self.rows.dtype).view(self.rows.shape)
         return own.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -112,9 +116,10 @@ class ReadOnlyRows(Tensor):
 
 
 def in_own_storage(values: Tensor) -> Tensor:
-    """Returns a contiguous tensor of the same memory whose storage has exactly its elements.
+    """Returns a tensor of the same memory whose storage has exactly its elements.
 
-    accelerate treats tensors with one storage as one tensor, and saves only the first of them.
+    `values` must be contiguous. WholeFields.saved() needs this function, because accelerate saves
+    only the first of several tensors with one storage.
     """
     if values.untyped_storage().nbytes() == values.numel() * values.element_size():
         return values

@@ -48,8 +48,10 @@ class RatingBatch:
 class BatchStream:
     """The batches of a split; every iteration yields the same batches.
 
-    Negatives are uniformly drawn items that the user did not rate in the training set. Held-out
-    items may be negatives, because training must not know them.
+    Negatives are drawn uniformly from the items that the user did not rate in the training set. A
+    rating may have the same negative twice. A user's held-out item may be a negative, because
+    training must not know that item. If the user has rated almost all items, a negative may be a
+    rated item.
 
     Example:
         >>> split = Split(*(np.array(part) for part in ([0, 0, 1], [3, 4, 4], [0], [5])))
@@ -155,9 +157,10 @@ class Score:
     """How high a model ranks the held-out items among 99 unrated items.
 
     Attributes:
-        hit_rate: Share of the users whose item is among the first 10; 0.1 by chance.
+        hit_rate: Share of the users whose item is among the first 10; 0.1 by chance with 100
+            candidates.
         ndcg: The mean over the users of `1 / log2(place + 1)` for places 1 to 10, else 0; 0.045 by
-            chance.
+            chance with 100 candidates.
         users: Number of users.
     """
 
