@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import select
@@ -22,6 +23,7 @@ import pytest
 from conftest import NEEDS_GPU
 from demo_commands import DEMOS, demo_file, facts, run_demo
 
+from demos import session
 from speedtorch.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -260,3 +262,25 @@ def test_an_output_folder_that_is_a_file_is_reported_before_training(
     printed = capsys.readouterr().err
     assert f"--out {file}: cannot create the folder" in printed
     assert "counting" not in printed and "training" not in printed
+
+
+class Interrupted(io.RawIOBase):
+    """A stream that Ctrl-C interrupts within a write."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return len(data)
+
+
+def test_ctrl_c_within_a_write_of_a_bar_stops_after_the_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(Interrupted())))
+    with session.interrupt() as stops:
+        print("a bar", file=sys.stderr, flush=True)
+        assert stops()
+    monkeypatch.undo()
+    assert "stopping after this step" in capfd.readouterr().err

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +62,8 @@ def interrupt() -> Iterator[Callable[[], bool]]:
         """Requests a stop and restores the handler for a second Ctrl-C."""
         requested.set()
         signal.signal(signal.SIGINT, before)
-        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        # sys.stderr raises an error if the signal has interrupted a write to it.
+        os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
     signal.signal(signal.SIGINT, stop)
     try:
