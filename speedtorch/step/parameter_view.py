@@ -230,9 +230,9 @@ class ParameterView:
             try:
                 self.shown = None  # set_gradient() calls this method
                 set_gradient(shown)
-            except NotImplementedError:
+            except NotImplementedError:  # raised for these values at each call
                 raise
-            except BaseException:  # the next call sets the gradient
+            except BaseException:  # such as Ctrl-C: the next call sets the gradient
                 self.note_shown(shown, self.parameter.grad, values)
                 raise
 
