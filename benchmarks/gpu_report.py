@@ -4,8 +4,8 @@
 each other. A stage that is green for this commit and this number of GPUs does not run again. A
 subfolder of `--folder`, named after the commit, keeps a record and a log of each stage, so that
 several calls make one report. Copy the records of other machines to that subfolder; `--stages ''`
-reports them without running a stage. A report with all stages, all green, replaces
-tests/gpu_report.md.
+reports them without running a stage. The report names the commit of each record. A report with all
+stages, all green, replaces tests/gpu_report.md.
 """
 
 from __future__ import annotations
@@ -149,20 +149,21 @@ def machines(records: Sequence[Record]) -> dict[str, list[Record]]:
     return dict(sorted(found.items()))
 
 
-def report(records: Sequence[Record], commit: str) -> str:
+def report(records: Sequence[Record], name: str) -> str:
     """The report in Markdown."""
     dates = sorted({record["machine"]["date"] for record in records})
     parts = [
         "# Tests on GPUs",
-        f"Commit {commit}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"Commit {name}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
     ]
     for name, found in machines(records).items():
-        table = [f"| stage | command | exit code | {' | '.join(COUNTS)} | seconds | log |"]
+        table = [f"| stage | command | exit code | {' | '.join(COUNTS)} | seconds | commit |"]
         table.append("|---|" + "---|" * (len(COUNTS) + 4))
         for record in found:
             counts = (str(record["counts"].get(count, "")) for count in COUNTS)
             cells = (record["stage"], f"`{record['command']}`", str(record["code"]), *counts)
-            table.append(f"| {' | '.join(cells)} | {record['seconds']:.0f} | {record['log']} |")
+            commit = record["machine"]["commit"]
+            table.append(f"| {' | '.join(cells)} | {record['seconds']:.0f} | {commit} |")
         parts += [f"## {name}", "\n".join(table)]
         rates = [f"- {line}" for record in found for line in record["rows"]]
         parts += ["\n".join(rates)] if rates else []

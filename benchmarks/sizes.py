@@ -30,7 +30,7 @@ class Sizes:
     registered_bytes = _of(16 << 30, 6 << 30, 16 << 20)
     warm_ups = _of(3, 3, 1)
     repetitions = _of(15, 15, 2)
-    most_repetitions = _of(61, 61, 2)
+    most_repetitions = _of(61, 61, 3)
     """Where a benchmark asks for its own number of them."""
     run_bytes = _of(1 << 30, 1 << 30, 1 << 20)
     """Of a contiguous range."""

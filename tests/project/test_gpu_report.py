@@ -91,11 +91,22 @@ def test_calls_on_several_machines_make_one_report(report: Report, tmp_path: Pat
     assert lines[:3] == ["# Tests on GPUs", "", "Commit abc, 2026-11-29."]
     assert lines[4] == "## 1 x NVIDIA X, driver 1, torch 2, cuda 3"
     assert lines[8].startswith("| suite | `sh -c echo x")
-    assert lines[8].endswith(" | 0 | 3 |  | 1 | 0 | suite-1.log |")
+    assert lines[8].endswith(" | 0 | 3 |  | 1 | 0 | abc |")
     assert lines[10] == "## 2 x NVIDIA X, driver 1, torch 2, cuda 3"
     assert lines[-1] == "- rows: 5.0 million a second on 2 GPUs"
     link = between(report.contributing.read_text(), gpu_report.BEGIN, gpu_report.END)
     assert link == "The last green report: [commit abc](gpu_report.md)."
+
+
+def test_a_copied_record_keeps_its_commit_in_the_report(report: Report) -> None:
+    commands = {"suite": "echo '3 passed in 0.10s'", "rows": "true"}
+    report.make("suite", **commands)
+    report.move_to(1, "def")
+    report.make("rows", **commands)
+    shutil.copy(report.records / "abc/suite-1.json", report.records / "def")
+    assert report.make(**commands) == 0
+    lines = report.page.read_text().splitlines()
+    assert [line.rsplit("| ", 1)[1] for line in lines[8:10]] == ["abc |", "def |"]
 
 
 def test_a_stage_that_fails_runs_again_and_replaces_no_report(report: Report) -> None:
