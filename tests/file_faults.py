@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import stat
 import sys
@@ -89,7 +90,8 @@ def interrupt(work: Callable[[], object], number: int, *modules: ModuleType, eac
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # garbage of other tests may run code of these modules, and lose the exception
     sys.settrace(trace)
     try:
         work()
@@ -97,6 +99,9 @@ def interrupt(work: Callable[[], object], number: int, *modules: ModuleType, eac
         return True
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
+    assert left[0] >= 0, "the code caught the interrupt"
     return False
 
 
