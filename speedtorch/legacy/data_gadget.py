@@ -16,7 +16,7 @@ from speedtorch.files.file_format import listed
 from speedtorch.files.table_files import open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_ids import Indexes, flat_index
-from speedtorch.legacy.numpy_index import Index, parts_of, put_parts, row_ids
+from speedtorch.legacy.numpy_index import Index, elements_of, row_ids
 from speedtorch.legacy.switcher import OneField, Stored, gathered
 from speedtorch.legacy.switcher_files import (
     CupyFiles,
@@ -106,22 +106,18 @@ class GadgetSwitcher(OneField):
             IndexError: An id is out of range.
         """
         device = families.default_device()
-        field = self._rows()["weight"]
-        ids = self._ids_of(indexes, retrievedNegIndexes, device)
-        if ids is None:
-            self._settle()
-            return parts_of(field, indexes).to(device)
-        rows = gathered(field, ids.reshape(-1), device)
-        return rows.view(*ids.shape, *field.shape[1:])
+        field, ids = self._selected(indexes, retrievedNegIndexes, device)
+        return gathered(field, ids.reshape(-1), device).view((*ids.shape, *field.shape[1:]))
 
-    def _ids_of(
+    def _selected(
         self, indexes: Index, negatives: Indexes | None, device: torch.device
-    ) -> Tensor | None:
-        """The ids of whole rows, in the shape of the result; None for parts of rows."""
-        total = self._rows()["weight"].shape[0]
+    ) -> tuple[Tensor, Tensor]:
+        """The rows and the ids of those that an index selects, or all elements and their ids."""
+        field = self._rows()["weight"]
         if negatives is not None:
             indexes = flat_index(cast(Indexes, indexes), negatives, device)
-        return row_ids(indexes, total, device)
+        ids = row_ids(indexes, field.shape[0], device)
+        return elements_of(field, indexes) if ids is None else (field, ids)
 
     def insertData(
         self,
@@ -142,17 +138,13 @@ class GadgetSwitcher(OneField):
             IndexError: An id is out of range; nothing has changed.
             ValueError: The number of rows or the shape does not match; nothing has changed.
         """
-        field = self._rows()["weight"]
+        where = self._rows()["weight"].device
         if self._stored is not None and self._stored.table is not None:
             self._stored.table.check_writable("insertData")
         rows = _as_tensor(dataObject)
-        if field.is_cuda:
-            rows = rows.to(field.device, non_blocking=True)
-        ids = self._ids_of(indexes, retrievedNegIndexes, rows.device)
-        if ids is None:
-            self._settle()
-            put_parts(field, indexes, rows.to(field.dtype))
-            return
+        if where.type == "cuda":
+            rows = rows.to(where, non_blocking=True)
+        field, ids = self._selected(indexes, retrievedNegIndexes, rows.device)
         shape = (*ids.shape, *field.shape[1:])
         try:
             values = rows.expand(shape)

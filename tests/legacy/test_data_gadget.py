@@ -20,8 +20,6 @@ from speedtorch import (
     GPUPytorchDataGadget,
     PytorchDataGadget,
 )
-from speedtorch.legacy import data_gadget, switcher
-from speedtorch.legacy.numpy_index import parts_of, put_parts, rows_around
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -167,6 +165,7 @@ INDICES: dict[str, Any] = {
     "none": None,
     "one-element": (1, 1, 2),
     "rows-and-columns": ([1, 2], [0, -1]),
+    "an-element-twice": ([1, 1], [0, 0], [2, 2]),
     "rows-columns-both": (np.array([[1], [2]]), np.array([0, 1, 0])),
     "slices": (slice(1, 6, 2), slice(0, 1)),
     "slice-and-column": (slice(None), -1),
@@ -191,55 +190,6 @@ def test_an_index_means_what_it_means_to_numpy(family: Any, index: Any) -> None:
     expected.numpy()[index] = new.numpy()
     gadget.insertData(new.to(WHERE), indexes=index)
     assert_same_bytes(all_rows(gadget), expected)
-
-
-class RowsOfAGpu(Tensor):
-    """Rows that say that they are on a GPU, where NumPy does not reach."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
-def test_parts_of_a_gpus_rows_are_read_and_written_by_the_rows_around_them(index: Any) -> None:
-    expected = random_rows(7, (2, 3))
-    values, touched = torch.from_numpy(np.array(expected.numpy()[index])), np.zeros((7, 2, 3), bool)
-    touched[index] = True
-    rows, within = rows_around(expected, index)
-    assert_same_bytes(torch.from_numpy(np.array(expected[rows].numpy()[within])), values)
-    assert rows.tolist() == np.flatnonzero(touched.any((1, 2))).tolist()
-    data = expected.clone().as_subclass(RowsOfAGpu)
-    assert_same_bytes(parts_of(data, index).as_subclass(Tensor), values)
-    new = random_rows(values.numel(), (), seed=1).reshape(values.shape)
-    expected.numpy()[index] = new.numpy()
-    put_parts(data, index, new)
-    assert_same_bytes(data.as_subclass(Tensor), expected)
-
-
-@pytest.mark.parametrize("maker", [DataGadget, DataGadgetMM])
-def test_numpy_reads_and_writes_parts_of_rows_when_the_gpu_is_done(
-    maker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    np.save("data.npy", np.zeros((4, 3)))
-    gadget, calls = maker("data.npy"), list[str]()
-    gadget.gadgetInit()
-
-    def note(owner: Any, name: str, call: str) -> None:
-        function = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            calls.append(call)
-            return function(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(speedtorch.HostTable, "settle", "wait")
-    note(switcher, "synchronize", "wait")  # rows of a mapped file are in no HostTable
-    note(data_gadget, "parts_of", "read")
-    note(data_gadget, "put_parts", "write")
-    gadget.getData((slice(0, 2), 1))
-    assert calls == ["wait", "read"]
-    gadget.insertData(torch.ones(2), (slice(0, 2), 1))
-    assert calls == ["wait", "read", "wait", "write"]
 
 
 TENSORS: dict[str, Tensor] = {
