@@ -42,9 +42,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 @pytest.fixture
-def memo() -> PlanMemo:
+def planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table makes plans on the CPU too."""
+    monkeypatch.setattr(plan_memo, "plans_pay", always)
+
+
+@pytest.fixture
+def memo(monkeypatch: pytest.MonkeyPatch) -> PlanMemo:
     """Makes plans on the CPU."""
-    return PlanMemo(ROWS, "plain", wanted=always)
+    monkeypatch.setattr(plan_memo, "plans_pay", always)
+    return PlanMemo(ROWS, "plain")
 
 
 def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
@@ -53,14 +60,6 @@ def check(found: tuple[Tensor, Any], ids: list[int]) -> None:
     assert index.tolist() == ids
     for part, expected in zip(plan, speedtorch.plan_rows(torch.tensor(ids), ROWS), strict=True):
         assert torch.equal(part, expected)
-
-
-@pytest.fixture
-def planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every table makes plans on the CPU too."""
-    monkeypatch.setattr(
-        "speedtorch.legacy.plan_memo.PlanMemo", lambda rows, memory: PlanMemo(rows, memory, always)
-    )
 
 
 @pytest.fixture

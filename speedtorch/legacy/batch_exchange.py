@@ -58,9 +58,8 @@ class BatchExchange(Switcher):
         Raises:
             IndexError: An id is out of range; the loaded rows do not change.
         """
-        device = self._parameter().device
+        device, fields = self._parameter().device, self._rows().items()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
-        fields = self._rows().items()
         self._set_rows({name: gathered(field, index, device, plan) for name, field in fields})
 
     def afterOptimizerStep(
@@ -81,9 +80,9 @@ class BatchExchange(Switcher):
             RuntimeError: beforeForwardPass was not called. With sumDuplicates also: an earlier call
                 has added the changes and then raised.
         """
-        device = self._parameter().device
+        device, fields = self._parameter().device, self._rows()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
-        rows, fields = {}, self._rows()
+        rows = {}
         for name, field in fields.items():
             trained, owner = self._trained_rows(name)
             _check_trained(index, trained, field, owner)
@@ -106,7 +105,6 @@ class BatchExchange(Switcher):
 
         All factories of a table share the plan. `step` is 0 before a batch, 1 after it.
         """
-        self._finish()
         if self._stored is None or self._stored.table is None:
             return flat_index(positives, negatives, device), None
         return plans_of(self._stored.table).find(positives, negatives, device, id(self), step)

@@ -6,7 +6,7 @@ with the same plan. Each table has one memo, so classes that share a table also 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,12 +72,8 @@ class _Batch:
 class PlanMemo:
     """The plans of the last two batches of a table."""
 
-    def __init__(
-        self, rows: int, memory: str, wanted: Callable[[str, torch.device], bool] = plans_pay
-    ) -> None:
-        self.wanted = wanted
-        self._rows = rows
-        self._memory: str | None = memory
+    def __init__(self, rows: int, memory: str) -> None:
+        self._rows, self._memory = rows, memory
         self._batches: tuple[_Batch, ...] = ()
 
     def __len__(self) -> int:
@@ -100,7 +96,7 @@ class PlanMemo:
         `device` is the device of the work on the rows; `step` is 0 for a caller's first use of a
         batch.
         """
-        if self._memory is None or not self.wanted(self._memory, device):
+        if not plans_pay(self._memory, device):
             return flat_index(positives, negatives, device), None
         parts = [part for part in (positives, negatives) if part is not None]
         unread = all(map(batch_ids.on_gpu, parts))
@@ -129,18 +125,12 @@ class PlanMemo:
         in_range = all_within(index, self._rows) if index.is_cpu else index.is_cuda
         return index.numel() > 0 and in_range
 
-    def close(self) -> None:
-        """Discards all plans and computes no more."""
-        self._memory, self._batches = None, ()
-
 
 _memos: WeakKeyDictionary[HostTable, PlanMemo] = WeakKeyDictionary()
 
 
 def plans_of(table: HostTable) -> PlanMemo:
-    """The memo of a table; a closed table's memo is empty."""
+    """The memo of a table."""
     if (memo := _memos.get(table)) is None:
         memo = _memos[table] = PlanMemo(table.rows, table.memory)
-    if table.closed:
-        memo.close()
     return memo

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from model_families import ROWS, WIDTH, filled, layer, table_rows
-from plan_memos import CPU, Made, always, check, made, memo
+from plan_memos import CPU, Made, always, check, made, memo, planning
 from reference import assert_same_bytes, random_rows
 
 import speedtorch
@@ -21,7 +21,7 @@ from speedtorch import HostTable, ModelFactory
 from speedtorch.legacy import plan_memo
 from speedtorch.legacy.plan_memo import PlanMemo, plans_of, plans_pay
 
-__all__ = ["made", "memo"]
+__all__ = ["made", "memo", "planning"]
 
 
 # Ids from the CPU
@@ -57,8 +57,9 @@ def test_the_same_ids_serve_the_same_step_again(memo: PlanMemo, made: Made) -> N
 @pytest.mark.parametrize(
     "other", [[7, 2, 6], [2, 7, 7], [7, 2], [7, 2, 7, 7], [7, 2, 2**32 + 7]], ids=str
 )
+@pytest.mark.usefixtures("planning")
 def test_other_ids_get_their_own_plan(made: Made, other: list[int]) -> None:
-    memo = PlanMemo(2**40, "plain", wanted=always)
+    memo = PlanMemo(2**40, "plain")
     memo.find([7, 2, 7], None, CPU)
     memo.find(other, None, CPU)
     assert made == [[7, 2, 7], other]
@@ -130,20 +131,9 @@ def test_two_batches_are_remembered_and_no_more(memo: PlanMemo, made: Made) -> N
     assert len(made) == 5
 
 
-def test_a_closed_table_remembers_nothing(made: Made) -> None:
-    table = HostTable(ROWS, WIDTH, memory="plain")
-    plans_of(table).wanted = always
-    ids = [weakref.ref(plans_of(table).find([row], None, CPU)[0]) for row in (1, 2)]
-    table.close()
-    assert plans_of(table).find([1], None, CPU)[1] is None
-    assert [ref() for ref in ids] == [None, None]
-    assert len(plans_of(table)) == 0
-    assert len(made) == 2
-
-
+@pytest.mark.usefixtures("planning")
 def test_a_table_goes_without_the_garbage_collector() -> None:
     table = HostTable(ROWS, WIDTH, memory="plain")
-    plans_of(table).wanted = always
     plans_of(table).find([1], None, CPU)
     gone = weakref.ref(table)
     del table
@@ -178,20 +168,22 @@ def test_no_plan_is_made_for_a_model_on_the_cpu(made: Made) -> None:
     assert len(plans_of(switcher.table)) == 0
 
 
-def test_the_next_call_asks_again_whether_plans_are_wanted(memo: PlanMemo, made: Made) -> None:
+def test_the_next_call_asks_again_whether_plans_pay(
+    memo: PlanMemo, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memo.find([1], None, CPU)
-    memo.wanted = lambda memory, device: False
+    monkeypatch.setattr(plan_memo, "plans_pay", lambda memory, device: False)
     assert memo.find([1], None, CPU)[1] is None
-    memo.wanted = always
+    monkeypatch.setattr(plan_memo, "plans_pay", always)
     assert memo.find([1], None, CPU)[1] is not None
     assert len(made) == 1
 
 
+@pytest.mark.usefixtures("planning")
 def test_rows_go_where_ids_say_that_were_written_to_between() -> None:
     embedding = layer()
     switcher = ModelFactory(embedding, ROWS, WIDTH)
     expected = filled(switcher)
-    plans_of(switcher.table).wanted = always
     ids = np.array([4, 2, 9])
     switcher.beforeForwardPass(ids)
     ids[:] = [0, 4, 0]

@@ -15,7 +15,7 @@ from reference import assert_same_bytes, assert_same_content, random_rows
 from test_training_exact import CASES, STEPS, in_place, train_through_factories
 
 from speedtorch import DataGadget, ModelFactory
-from speedtorch.legacy.plan_memo import plans_of
+from speedtorch.legacy import plan_memo
 
 __all__ = ["made", "planning", "plans"]
 
@@ -59,16 +59,17 @@ def test_the_next_batch_may_be_fetched_ahead(made: Made) -> None:
     assert made == [[row, 7] for row in range(5)]
 
 
-@pytest.mark.usefixtures("planning")
 @pytest.mark.parametrize("sum_duplicates", [False, True])
-def test_repeated_ids_go_back_as_without_a_plan(sum_duplicates: bool) -> None:
+def test_repeated_ids_go_back_as_without_a_plan(
+    sum_duplicates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
-    for wanted in (always, lambda memory, device: False):
+    for pay in (plan_memo.plans_pay, always):
+        monkeypatch.setattr(plan_memo, "plans_pay", pay)
         embedding = layer()
         switcher = ModelFactory(embedding, ROWS, WIDTH, sumDuplicates=sum_duplicates)
         filled(switcher)
         switcher.table["weight"].copy_(torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
-        plans_of(switcher.table).wanted = wanted
         switcher.beforeForwardPass([3, 8, 3], [0, 3])
         change = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(4)) * 1e3
         embedding.weight.data.add_(change)

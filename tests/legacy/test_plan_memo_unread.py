@@ -101,13 +101,14 @@ def test_a_tensor_that_was_written_to_gets_a_new_plan(
     check((index, plan), ids.tolist())
 
 
-def test_replaced_memory_of_known_ids_is_kept_until_close(memo: PlanMemo) -> None:
+def test_replaced_memory_of_known_ids_is_kept_with_the_plan(memo: PlanMemo) -> None:
     ids = torch.tensor([7, 2])
     memo.find(ids, torch.tensor([1]), CPU, "a", 0)
     left = StorageWeakRef(ids.untyped_storage())
     ids.data = torch.tensor([3, 4])
     assert not left.expired()
-    memo.close()
+    for row in (3, 4):
+        memo.find([row], None, CPU, "a", 0)
     assert left.expired()
 
 

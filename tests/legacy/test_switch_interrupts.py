@@ -18,8 +18,7 @@ from plan_memos import always
 from torch import Tensor, nn, optim
 
 from speedtorch import HostTable, ModelFactory, OptimizerFactory
-from speedtorch.legacy import optimizer_factory
-from speedtorch.legacy.plan_memo import plans_of
+from speedtorch.legacy import optimizer_factory, plan_memo
 from speedtorch.optim.probe import probe_optimizer
 
 pytestmark = [
@@ -124,7 +123,6 @@ class Factories(Training):
         tables = [HostTable(ROWS, WIDTH, state=STATE, memory="plain") for _ in range(2 - shared)]
         for table in tables:
             table["weight"].copy_(first_rows())
-            plans_of(table).wanted = always if shared else plans_of(table).wanted
             table.was_read = True  # so that the state needs no optInit
         row = (ROWS, WIDTH)
         self.weights = ModelFactory(self.model.rows, *row, sumDuplicates=sums, table=tables[0])
@@ -202,6 +200,13 @@ def at_call(make: Callable[[], Factories], call: str) -> Factories:
     for name in CALLS[: CALLS.index(call)]:
         getattr(training, name)(1)
     return training
+
+
+@pytest.fixture(autouse=True)
+def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared table makes plans on the CPU, too."""
+    if "with-plans" in request.node.name:
+        monkeypatch.setattr(plan_memo, "plans_pay", always)
 
 
 SWITCH = source_files("legacy/*.py", "legacy/plan_memo.py", "ops/functions.py")
