@@ -34,6 +34,9 @@ class BatchExchange(Switcher):
     def _parameter(self) -> Tensor:
         """The trained parameter."""
 
+    def _device(self) -> torch.device:
+        return self._parameter().device
+
     @abstractmethod
     def _set_rows(self, rows: Rows) -> None:
         """Installs these rows of every field for training; changes nothing after an exception."""
@@ -58,7 +61,7 @@ class BatchExchange(Switcher):
         Raises:
             IndexError: An id is out of range; the loaded rows do not change.
         """
-        device, fields = self._parameter().device, self._rows().items()
+        device, fields = self._device(), self._rows().items()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
         self._set_rows({name: gathered(field, index, device, plan) for name, field in fields})
 
@@ -80,7 +83,7 @@ class BatchExchange(Switcher):
             RuntimeError: beforeForwardPass was not called. With sumDuplicates also: an earlier call
                 has added the changes and then raised.
         """
-        device, fields = self._parameter().device, self._rows()
+        device, fields = self._device(), self._rows()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)
         rows = {}
         for name, field in fields.items():

@@ -25,15 +25,7 @@ class CountSwitcher(OneField):
 
     def comInit(self) -> None:
         """Allocates the table `[total_classes, total_classes]` with zeros."""
-        self._init(self._place)
-
-    def _init(self, place: families.TablePlace) -> None:
-        self._stored = self._make(place, families.default_device())
-
-    def _to_load(self) -> dict[str, torch.Tensor]:
-        if self._stored is None:
-            self.comInit()
-        return super()._to_load()
+        self._store(self._make(self._place))
 
 
 class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="int32"):
@@ -66,7 +58,8 @@ class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="i
         Args:
             CPUPinn: The same as the constructor's argument.
         """
-        self._init(families.host_or_variable(True) if CPUPinn else self._place)
+        place = families.host_or_variable(True) if CPUPinn else self._place
+        self._store(self._make(place))
 
 
 class GPUPytorchCOM(TorchFiles, CountSwitcher, place=families.with_variable):
@@ -90,4 +83,4 @@ class COMMM(MappedFiles, CountSwitcher, place=families.in_file, diskname="COM", 
         Args:
             CPUPinn: No effect, as in the constructor.
         """
-        self._init(families.in_file(self._place.diskname, CPUPinn))
+        self._store(self._make(families.in_file(self._place.diskname, CPUPinn)))

@@ -81,7 +81,7 @@ class GadgetSwitcher(OneField):
     ) -> None:
         """Creates and fills a table, which then replaces the old one."""
         fields = {"weight": (tuple(shape[1:]), dtype)}
-        table = self._place.make_table(shape[0], fields, families.default_device())
+        table = self._place.make_table(shape[0], fields, self._device())
         fill(table["weight"])
         self._stored = Stored(table, {"weight": table["weight"]})
 
@@ -105,7 +105,7 @@ class GadgetSwitcher(OneField):
         Raises:
             IndexError: An id is out of range.
         """
-        device = families.default_device()
+        device = self._device()
         field, ids = self._selected(indexes, retrievedNegIndexes, device)
         return gathered(field, ids.reshape(-1), device).view((*ids.shape, *field.shape[1:]))
 

@@ -62,7 +62,7 @@ class ModelSwitcher(BatchExchange, OneField):
         check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
         if table is not None:
             self._check_table(table)
-            self._stored = self._all_of(table)
+            self._store(self._all_of(table))
 
     def _parameter(self) -> Tensor:
         variable = self.model_variable
@@ -75,14 +75,8 @@ class ModelSwitcher(BatchExchange, OneField):
         return parameter
 
     def _ensure_table(self) -> HostTable:
-        self._finish()
-        if self._stored is None:
-            self._stored = self._make(self._place, self._parameter().device)
+        self._store(self._stored_or_new())
         return self.table
-
-    def _to_load(self) -> dict[str, Tensor]:
-        self._ensure_table()
-        return super()._to_load()
 
     def zerosInit(self) -> None:
         """Sets all rows to zero."""

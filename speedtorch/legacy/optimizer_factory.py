@@ -97,21 +97,17 @@ class OptimizerSwitcher(BatchExchange):
         missing = {name: snapshot(value) for name, value in scalars if name not in state}
         self.given_optimizer.state.setdefault(self._found, {}).update({**missing, **entries})
 
-    def _stored_or_new(self) -> Stored:
-        """The current storage of the rows, or the storage to use for them."""
-        self._finish()
-        if self._stored is not None:
-            return self._stored
+    def _make(self, place: families.TablePlace) -> Stored:
         if not self._row_fields():  # plain SGD has no state to store
             return Stored(None, {})
         if self._given_table is not None:
             return self._all_of(self._given_table)
-        return self._make(self._place, self._found.device)
+        return super()._make(place)
 
     def _rows(self) -> dict[str, Tensor]:
         # State from a file needs no optInit, which would overwrite it with initial values.
         if self._given_table is not None and self._given_table.was_read:
-            self._stored = self._stored_or_new()
+            self._store(self._stored_or_new())
         return super()._rows()
 
     def optInit(self) -> None:
@@ -125,7 +121,7 @@ class OptimizerSwitcher(BatchExchange):
         if stored.table is not None:
             for name, row in self._probe.row_state.items():
                 stored.table.fill_(row.cpu(), name)
-        self._stored = stored
+        self._store(stored)
 
     def _trained_rows(self, name: str) -> tuple[Tensor, str]:
         trained = self._state().get(name)
@@ -171,10 +167,9 @@ class OptimizerSwitcher(BatchExchange):
         return {**super()._layout(), **scalars}
 
     def _to_load(self) -> dict[str, Tensor]:
-        self._stored = self._stored_or_new()
         scalars = self._scalars().items()
         empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
-        return self._rows() | empty
+        return super()._to_load() | empty
 
     def _loaded(self, content: dict[str, Tensor]) -> None:
         scalars: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.legacy.families import Fields, TablePlace, constructor
+from speedtorch.legacy.families import Fields, TablePlace, constructor, default_device
 from speedtorch.legacy.plan_memo import Plan
 from speedtorch.ops.functions import pinned_gather, synchronize
 from speedtorch.table.host_table import HostTable
@@ -73,11 +73,24 @@ class Switcher(ABC):
     def _row_fields(self) -> Fields:
         """The shape and dtype of a row of each field."""
 
-    def _make(self, place: TablePlace, device: torch.device) -> Stored:
-        return self._all_of(place.make_table(self.total_classes, self._row_fields(), device))
+    def _device(self) -> torch.device:
+        """The device of the work on the rows."""
+        return default_device()
+
+    def _make(self, place: TablePlace) -> Stored:
+        fields = self._row_fields()
+        return self._all_of(place.make_table(self.total_classes, fields, self._device()))
+
+    def _stored_or_new(self) -> Stored:
+        """The current storage of the rows, or the storage to use for them."""
+        self._finish()
+        return self._stored or self._make(self._place)
 
     def _all_of(self, table: HostTable) -> Stored:
         return Stored(table, {name: table[name] for name in self._row_fields()})
+
+    def _store(self, stored: Stored) -> None:
+        self._stored = stored
 
     def _commit(self, exchange: Callable[[], object]) -> None:
         """Commits and runs an exchange, after the caller has called _finish().
@@ -140,6 +153,7 @@ class Switcher(ABC):
 
     def _to_load(self) -> dict[str, Tensor]:
         """The destination of a file's content, whose layout has been checked."""
+        self._store(self._stored_or_new())
         return self._rows()
 
     def _loaded(self, content: dict[str, Tensor]) -> None:  # noqa: B027
