@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from speedtorch.legacy.batch_ids import Indexes, all_within, flat_index
+from speedtorch.legacy.families import Datatype, as_dtype
 from speedtorch.legacy.plan_memo import Plan, plans_of
 from speedtorch.legacy.switcher import Switcher, gathered
 from speedtorch.ops.functions import pinned_scatter
+from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable
 
-__all__ = ["BatchExchange", "RowShape", "Rows", "check_rows"]
+__all__ = ["BatchExchange", "RowShape", "Rows"]
 
 RowShape = int | tuple[int, ...]
 Rows = dict[str, Tensor]
@@ -28,7 +30,26 @@ class BatchExchange(Switcher):
     shape. Both are flattened, the positives first.
     """
 
-    embed_dimension: RowShape
+    def _fit_rows(
+        self, rows: int, embed_dimension: RowShape, dtype: Datatype, argument: str, variable: str
+    ) -> None:
+        """Sets the table's size and dtype. Raises ValueError unless rows fit the parameter."""
+        self.total_classes = rows
+        self.embed_dimension = embed_dimension
+        self._shape = row_shape(embed_dimension, "embed_dimension")
+        self._dtype = as_dtype(dtype, argument)
+        parameter = self._parameter()
+        if parameter.dim() == 0 or parameter.shape[1:] != self._shape:
+            raise ValueError(
+                f"embed_dimension={embed_dimension} does not match the rows of {variable}, which"
+                f" have the shape {list(parameter.shape[1:])}. Pass that shape, or build the model"
+                " with rows of this size."
+            )
+        if parameter.dtype != self._dtype:
+            raise ValueError(
+                f"{argument}={str(self._dtype)[6:]!r} does not match {variable}, whose dtype is"
+                f" {str(parameter.dtype)[6:]!r}. Pass that dtype, or convert the model first."
+            )
 
     @abstractmethod
     def _parameter(self) -> Tensor:
@@ -136,23 +157,6 @@ class BatchExchange(Switcher):
                     f"table: the field {name!r} must have rows {list(shape)} of {dtype}, got rows"
                     f" {list(has.shape[1:])} of {has.dtype}"
                 )
-
-
-def check_rows(
-    parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype, variable: str, datatype: str
-) -> None:
-    """Raises ValueError unless rows of this shape and dtype fit a parameter."""
-    if parameter.dim() == 0 or tuple(parameter.shape[1:]) != shape:
-        raise ValueError(
-            f"embed_dimension={shape[0] if len(shape) == 1 else shape} does not match the rows of"
-            f" {variable}, which have the shape {list(parameter.shape[1:])}. Pass that shape, or"
-            " build the model with rows of this size."
-        )
-    if parameter.dtype != dtype:
-        raise ValueError(
-            f"{datatype}={str(dtype)[6:]!r} does not match {variable}, whose dtype is"
-            f" {str(parameter.dtype)[6:]!r}. Pass that dtype, or convert the model first."
-        )
 
 
 def _check_trained(index: Tensor, rows: Tensor, field: Tensor, owner: str) -> None:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.legacy import families
-from speedtorch.legacy.batch_exchange import BatchExchange, Rows, RowShape, check_rows
+from speedtorch.legacy.batch_exchange import BatchExchange, Rows, RowShape
 from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.plan_memo import Plan
 from speedtorch.legacy.switcher import OneField, gathered
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
 from speedtorch.ops.functions import pinned_gather, pinned_scatter, plan_rows
-from speedtorch.ops.shapes import row_shape
 from speedtorch.step.parameter_view import replace_rows
 from speedtorch.table.host_table import HostTable
 
@@ -53,13 +52,9 @@ class ModelSwitcher(BatchExchange, OneField):
     ) -> None:
         """Checks all arguments that can be checked before the table is created."""
         self.model_variable = model_variable
-        self.total_classes = total_classes
-        self.embed_dimension = embed_dimension
         self.sumDuplicates = sumDuplicates
-        self._shape = row_shape(embed_dimension, "embed_dimension")
-        self._dtype = families.as_dtype(datatype, "datatype")
         self._before: Tensor | None = None  # with sumDuplicates: the rows before their training
-        check_rows(self._parameter(), self._shape, self._dtype, "model_variable", "datatype")
+        self._fit_rows(total_classes, embed_dimension, datatype, "datatype", "model_variable")
         if table is not None:
             self._check_table(table)
             self._store(self._all_of(table))

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.legacy import families
-from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_rows
+from speedtorch.legacy.batch_exchange import BatchExchange, RowShape
 from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import Stored
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.ops.shapes import row_shape
 from speedtorch.optim.optimizer_copy import snapshot
 from speedtorch.optim.probe import probe_optimizer
 from speedtorch.table.host_table import HostTable
@@ -52,8 +51,6 @@ class OptimizerSwitcher(BatchExchange):
     ) -> None:
         """Finds the variable, probes the optimizer and checks that all arguments fit."""
         self.given_optimizer = given_optimizer
-        self.total_classes = total_classes
-        self.embed_dimension = embed_dimension
         self.model = model
         self.variable_name = variable_name
         name = f"{variable_name}{type(given_optimizer).__name__}"
@@ -67,9 +64,7 @@ class OptimizerSwitcher(BatchExchange):
                 f" {variable_name!r}"
             )
         self._found: Tensor = parameters[found[0]]
-        shape = row_shape(embed_dimension, "embed_dimension")
-        rows_dtype = families.as_dtype(dtype, "dtype")
-        check_rows(self._found, shape, rows_dtype, repr(variable_name), "dtype")
+        self._fit_rows(total_classes, embed_dimension, dtype, "dtype", repr(variable_name))
         self._probe = probe_optimizer(given_optimizer, self._found)
         self._given_table = table
         if table is not None:

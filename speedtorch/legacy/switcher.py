@@ -42,6 +42,8 @@ class Switcher(ABC):
     """
 
     total_classes: int
+    _shape: tuple[int, ...]
+    _dtype: torch.dtype
     _place: TablePlace
     _how_to_start = ""  # the methods that create the table, for errors
     _stored: Stored | None = None
@@ -162,9 +164,6 @@ class Switcher(ABC):
 
 class OneField(Switcher):
     """A Switcher with a single field, "weight"."""
-
-    _shape: tuple[int, ...]
-    _dtype: torch.dtype
 
     def _row_fields(self) -> Fields:
         return {"weight": (self._shape, self._dtype)}
