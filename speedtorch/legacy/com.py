@@ -47,10 +47,7 @@ class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="i
         [0, 0, 1]
     """
 
-    @property
-    def CUPYCom(self) -> torch.Tensor:
-        """The table itself, as getCupyVar returns it."""
-        return self._variable()
+    CUPYCom = property(CountSwitcher._variable)
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Allocates the table `[total_classes, total_classes]` with zeros.

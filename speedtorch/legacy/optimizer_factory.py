@@ -212,10 +212,7 @@ class OptimizerFactory(
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
 
-    @property
-    def CUPYcorpi(self) -> list[Tensor]:
-        """The state of all rows, in the order of optVarList."""
-        return list(self._rows().values())
+    CUPYcorpi = property(OptimizerSwitcher._listed_variable)
 
 
 class GPUPytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.with_variable):
