@@ -31,7 +31,7 @@ import speedtorch
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel import fault_consensus, fixed_requests
 from speedtorch.parallel.block_cyclic import BlockCyclic
-from speedtorch.parallel.fair_shares import fair_share
+from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.shard import shard
 from speedtorch.plan import fixed_size_batch
 from speedtorch.step import fixed_memory
@@ -223,7 +223,7 @@ def check_random_batches(first: int, count: int) -> None:
         capacity = min(choose.randint(1, choose.choice([10, 700, 2000])), rows)
         case = replace(CASES["Adam"], rows=rows, settings={"padding_idx": padding})
         sharding = BlockCyclic.of(rows, ranks, rows_of_a_block((WIDTH,)))
-        share = fair_share(capacity, sharding, padded=padding is not None)
+        share = FairShares(capacity, sharding, padded=padding is not None).rows
         with raised_late() if choose.random() < 0.5 else nullcontext():
             training, way = Training(case, capacity), choose.choice(WAYS)
             for _ in range(6):

@@ -9,28 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from functools import partial
 from typing import NamedTuple
 
 from speedtorch.parallel.block_cyclic import BlockCyclic
 
-__all__ = ["FairShares", "fair_share"]
+__all__ = ["FairShares"]
 
 _NATS = 32  # spread ids overflow a block with a probability of at most e ** -32 = 1.3e-14
-
-
-def fair_share(capacity: int, sharding: BlockCyclic, *, padded: bool = False) -> int:
-    """The maximum number of unique rows of each rank that a lookup of one rank may name.
-
-    If `padded`, one more: the row of padding_idx, which does not count against a capacity.
-
-    If `capacity` unique rows are drawn at random, a rank's number of them is at least as close to
-    the mean as for independent draws (Hoeffding, 1963). Bernstein's inequality bounds the latter:
-    the number exceeds `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most `exp(-t)`.
-    """
-    mean = capacity / sharding.ranks
-    bound = math.ceil(mean + math.sqrt(2 * mean * _NATS) + _NATS / 3)
-    return min(min(bound, capacity) + padded, sharding.stride)
 
 
 class FairShares(NamedTuple):
@@ -38,20 +23,28 @@ class FairShares(NamedTuple):
 
     capacity: int
     sharding: BlockCyclic
-    padded: bool
+    padded: bool = False
     """Whether there is a padding_idx, whose row is also in a block."""
-    rows: int
-    """Rows in a block."""
 
-    @classmethod
-    def of(cls, capacity: int, sharding: BlockCyclic, *, padded: bool = False) -> FairShares:
-        """The block sizes for this capacity and sharding."""
-        return cls(capacity, sharding, padded, fair_share(capacity, sharding, padded=padded))
+    @property
+    def rows(self) -> int:
+        """The maximum number of unique rows of each rank that a lookup of one rank may name.
+
+        The row of padding_idx is one more, because it does not count against a capacity.
+
+        If `capacity` unique rows are drawn at random, a rank's number of them is at least as close
+        to the mean as for independent draws (Hoeffding, 1963). Bernstein's inequality bounds the
+        latter: the number exceeds `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most
+        `exp(-t)`.
+        """
+        mean = self.capacity / self.sharding.ranks
+        bound = math.ceil(mean + math.sqrt(2 * mean * _NATS) + _NATS / 3)
+        return min(min(bound, self.capacity) + self.padded, self.sharding.stride)
 
     def error(self, name: str, named: int, owner: int) -> RuntimeError:
         """The error about a lookup that names more rows of a rank than fit."""
-        share_of = partial(fair_share, sharding=self.sharding, padded=self.padded)
-        enough = bisect_left(range(self.sharding.rows + 1), named, key=share_of)
+        capacities = range(self.sharding.rows + 1)
+        enough = bisect_left(capacities, named, key=lambda rows: self._replace(capacity=rows).rows)
         padding = " (with the row of padding_idx)" * self.padded
         return RuntimeError(
             f"{name}: a lookup has {named} unique rows of rank {owner}, but at most"

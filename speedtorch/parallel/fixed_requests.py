@@ -18,6 +18,7 @@ from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, LookupRound
 from speedtorch.parallel.ranks import LOOKUPS, RequestedRows
+from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS, raises_at_once
 from speedtorch.step.fixed_blocks import OTHER_MODULE, rank_error
 from speedtorch.step.trained_rows import Bags
@@ -49,7 +50,8 @@ class FixedRequest(LookupRequest):
     """The unique rows of a lookup, and the blocks of rows that ranks request from each other.
 
     Args:
-        lookup: The lookup, whose ShardedIds have a share.
+        lookup: The lookup.
+        ids: Its ids, with a share.
         shares: The sizes of the blocks.
         no_row: The position that stands for a block's unused ids: that of the padding's row, or the
             position after this rank's last row, which reads as zeros. Neither is trained.
@@ -57,13 +59,16 @@ class FixedRequest(LookupRequest):
     """
 
     kind, round_type = Kind.BLOCKS, FixedRound
-    fault: Tensor
-    """The fault code of all ranks, `[1]`, on the device; 0 if there is no fault."""
 
     def __init__(
-        self, lookup: Lookup, shares: FairShares, no_row: int, consensus: FaultConsensus
+        self,
+        lookup: Lookup,
+        ids: ShardedIds,
+        shares: FairShares,
+        no_row: int,
+        consensus: FaultConsensus,
     ) -> None:
-        super().__init__(lookup)
+        super().__init__(lookup, ids)
         self.consensus, self._shares, self._no_row = consensus, shares, no_row
 
     @property

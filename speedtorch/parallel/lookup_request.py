@@ -4,30 +4,52 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
+from speedtorch.nn.shared_lookups import Ids, NoIds
 from speedtorch.parallel.calls import Call, Kind
-from speedtorch.parallel.planned_lookup import PlannedLookup
 from speedtorch.parallel.ranks import LOOKUPS, Ranks, RequestedRows
 from speedtorch.parallel.sharded_ids import ShardedIds
+from speedtorch.plan.planned_batch import SeenIds
 from speedtorch.step.trained_rows import Bags
 
 __all__ = ["Lookup", "LookupRequest", "LookupRound", "group_in_rounds"]
 
 
-class Lookup(NamedTuple):
-    """A lookup of a table."""
+class Lookup:
+    """One lookup of a table, recognized by its tensor of ids and the tensor's version.
 
-    name: str
-    """The module's name in errors."""
-    table: int
-    """The number of the table."""
-    planned: PlannedLookup
-    ids: ShardedIds
-    number: int
-    """The lookup's number among the table's lookups."""
+    Args:
+        name: The module's name in errors.
+        table: The number of the table.
+        number: The lookup's number among the table's lookups.
+        ids: Ids of the whole table, of any shape. An id out of range names no row.
+        device: The device of a step's rows.
+    """
+
+    is_used = False
+    """Whether a step has looked up these ids."""
+
+    def __init__(self, name: str, table: int, number: int, ids: Ids, device: torch.device) -> None:
+        self.name, self.table, self.number = name, table, number
+        self.error: Exception | None = None
+        if isinstance(ids, NoIds):
+            self.error, ids = ids.error, torch.tensor([-1])
+        # Ids on the CPU are copied: nothing waits for the copy, and NumPy cannot write to it.
+        copied = SeenIds(ids, device, unread=ids.is_cuda)
+        self._seen = [SeenIds(ids, device, unread=True), copied]
+        self.ids = copied.values
+
+    def mark_used(self) -> None:
+        """Sets `is_used`."""
+        self.is_used = True
+
+    def matches(self, ids: Ids) -> bool:
+        """Whether `ids` is the same tensor object, unchanged since."""
+        return isinstance(ids, Tensor) and all(seen.matches(ids) for seen in self._seen)
 
 
 class LookupRequest(ABC):
@@ -37,10 +59,12 @@ class LookupRequest(ABC):
     round_type: ClassVar[type[LookupRound[Any]]]
     round: LookupRound[Any]
     requested: RequestedRows
+    fault: Tensor
+    """With a capacity, the fault code of all ranks, `[1]`, on the device; 0: no fault."""
 
-    def __init__(self, lookup: Lookup) -> None:
-        self.name, table, self.planned, self.ids, self.lookup = lookup
-        self.call = Call(self.kind, table)
+    def __init__(self, lookup: Lookup, ids: ShardedIds) -> None:
+        self.lookup, self.ids, self.name = lookup, ids, lookup.name
+        self.call = Call(self.kind, lookup.table)
 
     def join(self, to: LookupRound[Any]) -> None:
         """Joins a round, which exchanges the ids of all its requests."""
@@ -58,7 +82,7 @@ class LookupRequest(ABC):
 
     def own_error(self) -> Exception | None:
         """The error of this rank's ids; None if the ids are valid."""
-        return self.planned.error or self.ids.out_of_range(self.name, self.planned.ids)
+        return self.lookup.error or self.ids.out_of_range(self.name, self.lookup.ids)
 
     def bad_ids(self, ranks: list[int]) -> Exception:
         """The error about ids of these ranks."""

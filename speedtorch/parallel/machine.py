@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from speedtorch.memory import host_memory
 from speedtorch.parallel.ranks import Ranks
@@ -13,15 +12,6 @@ from speedtorch.parallel.ranks import Ranks
 __all__ = ["check_host_memory", "this_machine"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-class _Report(NamedTuple):
-    """The message that each rank sends to the other ranks; `needed` and `available` are bytes."""
-
-    machine: tuple[str, str]
-    needed: int
-    available: int | None
-    """None if the check is off."""
 
 
 def this_machine() -> tuple[str, str]:
@@ -43,14 +33,13 @@ def check_host_memory(ranks: Ranks, needed: int) -> None:
         needed: Bytes of host memory that this rank is about to allocate.
     """
     available = host_memory.available_bytes() if host_memory.is_checked() else None
-    machines: dict[tuple[str, str], list[_Report]] = {}
-    for report in ranks.all_gather(_Report(this_machine(), needed, available)):
-        machines.setdefault(report.machine, []).append(report)
+    machines: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
+    for machine, nbytes, limit in ranks.all_gather((this_machine(), needed, available)):
+        machines.setdefault(machine, []).append((nbytes, limit))
     for (host, _), reports in machines.items():
-        total = sum(report.needed for report in reports)
-        # The limits of some ranks may be lower (cgroups, for example).
-        limits = [report.available for report in reports if report.available is not None]
-        least = min(limits, default=total)
+        total = sum(nbytes for nbytes, _ in reports)
+        # The limits of some ranks may be lower (cgroups, for example), or their check is off.
+        least = min((limit for _, limit in reports if limit is not None), default=total)
         if total > least:
             raise MemoryError(
                 f"shard: the rows of {len(reports)} ranks on host {host!r} need {total:,} bytes of"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from weakref import WeakMethod
 
 import torch
@@ -25,7 +25,6 @@ from speedtorch.parallel.fair_shares import FairShares
 from speedtorch.parallel.fault_consensus import FaultConsensus
 from speedtorch.parallel.fixed_requests import FixedRequest
 from speedtorch.parallel.lookup_request import Lookup, LookupRequest, group_in_rounds
-from speedtorch.parallel.planned_lookup import PlannedLookup
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
@@ -62,11 +61,6 @@ class PlannedRequests:
             torch.cuda.current_stream(self._until.device).wait_event(self._until)
             self._until = None
 
-    @property
-    def waits_for_ranks(self) -> bool:
-        """Whether some ids have not been sent to the other ranks."""
-        return not all(request.round.is_exchanged for request in self.requests)
-
     def send_counts(self) -> None:
         """Sends the other ranks the numbers of requested rows; see LookupRound.send_counts."""
         for request in self.requests:
@@ -83,10 +77,6 @@ class PlannedRequests:
                 self.error = error
         return self.error is None
 
-    def plan_announced(self, exchange: Exchange) -> None:
-        """Plans the rows requested from this rank; see PlannedSteps.plan_announced."""
-        self.announced = exchange.steps.plan_announced(self.ids)
-
     @property
     def ids(self) -> list[Tensor]:
         """For each lookup the ids of the rows that all ranks request from this rank."""
@@ -94,99 +84,34 @@ class PlannedRequests:
 
     @property
     def faults(self) -> list[Tensor]:
-        """The fault code of each FixedRequest, `[1]`, on the device."""
-        return [request.fault for request in self.requests if isinstance(request, FixedRequest)]
-
-
-class RequestMaker:
-    """Makes the requests of a table's lookups.
-
-    Args:
-        exchange: The exchange of the rows that this rank owns.
-        sharding: Maps each row to its owner.
-        ranks: The ranks that own the rows.
-        number: The table's number, the same on all ranks.
-        fixed: Arguments of FixedRequest if the exchange has a capacity.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        sharding: BlockCyclic,
-        ranks: Ranks,
-        number: int,
-        fixed: tuple[FairShares, int, FaultConsensus] | None,
-    ) -> None:
-        self._exchange, self._sharding, self._ranks = exchange, sharding, ranks
-        self._number, self._fixed = number, fixed
-        self._distances = sharding.distances()
-        self._joint: JointRequests | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Counts lookups from 0 again, because the counts may differ after an error."""
-        self._lookups = itertools.count()
-
-    @property
-    def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and the device of a step's rows."""
-        return self._ranks, self._exchange.held.device
-
-    def distances(self) -> Tensor:
-        """BlockCyclic.distances() on the device; the first call copies them there."""
-        if (device := self._exchange.held.device) != self._distances.device:
-            self._distances = self._distances.to(device)
-        return self._distances
-
-    def join(self, joint: JointRequests | None) -> None:
-        """Makes the next requests together with the requests of other tables; None: separately."""
-        self._joint = joint
-        self.distances()
-
-    def requests(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
-        """The requests of lookups, in one round with the requests of the tables of join()."""
-        requests = None if self._joint is None else self._joint.pop(self)
-        if requests is None:
-            group_in_rounds(requests := self.make(parts, trains), self._ranks)
-        return requests
-
-    def make(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
-        """New requests of lookups, without any communication."""
-        fixed, device = self._fixed if trains else None, self._exchange.held.device
-        share, distances = -1 if fixed is None else fixed[0].rows, self.distances()
-        requests: list[LookupRequest] = []
-        for ids in parts:
-            planned = PlannedLookup(ids, device)
-            on_device = planned.ids.to(device, non_blocking=True)
-            sharded = ShardedIds(on_device, self._sharding, distances, share)
-            number, name = next(self._lookups), self._exchange.name
-            lookup = Lookup(name, self._number, planned, sharded, number)
-            request = CountedRequest(lookup) if fixed is None else FixedRequest(lookup, *fixed)
-            requests.append(request)
-        return requests
+        """The fault code of each request with a capacity, `[1]`, on the device."""
+        return [request.fault for request in self.requests]
 
 
 class JointRequests:
     """Lookups of several tables; the first pop() makes the requests of all tables."""
 
-    def __init__(self, lookups: Mapping[RequestMaker, tuple[Sequence[Ids], bool]]) -> None:
+    def __init__(self, lookups: Mapping[Requests, tuple[Sequence[Ids], bool]]) -> None:
         self._lookups = lookups
-        self._requests: dict[RequestMaker, list[LookupRequest]] | None = None
+        self._requests: dict[Requests, list[LookupRequest]] | None = None
 
-    def pop(self, maker: RequestMaker) -> list[LookupRequest] | None:
+    def pop(self, table: Requests) -> list[LookupRequest] | None:
         """Returns a table's requests on its first call; None afterwards."""
         if self._requests is None:
             self._requests = {key: key.make(*lookups) for key, lookups in self._lookups.items()}
             every = [request for made in self._requests.values() for request in made]
-            group_in_rounds(every, maker.shared_by[0])
-        return self._requests.pop(maker, None)
+            group_in_rounds(every, table.shared_by[0])
+        return self._requests.pop(table, None)
 
 
 class Requests:
     """Requests a table's rows from their owners, also ahead; all ranks make every call together.
 
     Args:
-        exchange, sharding, ranks, number: As for RequestMaker.
+        exchange: The exchange of the rows that this rank owns.
+        sharding: Maps each row to its owner.
+        ranks: The ranks that own the rows.
+        number: The table's number, the same on all ranks.
         no_row: With a capacity the id that stands for no row, or the id of the padding's row.
         padded: Whether some rank owns the padding's row.
     """
@@ -204,7 +129,12 @@ class Requests:
         *,
         padded: bool,
     ) -> None:
-        self._exchange, self._ranks, self._number = exchange, ranks, number
+        self._exchange, self._sharding, self._ranks = exchange, sharding, ranks
+        self.shared_by = ranks, exchange.held.device
+        """The ranks that own the rows, and the device of a step's rows."""
+        self._number, self._distances = number, sharding.distances().to(exchange.held.device)
+        self._joint: JointRequests | None = None
+        self._lookups = itertools.count()
         self._announced: list[PlannedRequests] = []
         """The batches of announce() calls since the latest lookup before them."""
         self._announced_in = 0
@@ -219,13 +149,35 @@ class Requests:
         exchange.steps.disable_lookup_check()
         exchange.steps.agree_on_steps(WeakMethod(self.before_step))
         self._consensus: FaultConsensus | None = None
-        fixed = None
+        self._fixed: tuple[FairShares, int, FaultConsensus] | None = None
+        """Arguments of FixedRequest if the exchange has a capacity."""
         if isinstance(memory := exchange.memory, FixedMemory):
             assert no_row is not None
             self._consensus = FaultConsensus(memory, ranks)
             memory.agree_with(self._consensus)
-            fixed = FairShares.of(memory.capacity, sharding, padded=padded), no_row, self._consensus
-        self._maker = RequestMaker(exchange, sharding, ranks, number, fixed)
+            shares = FairShares(memory.capacity, sharding, padded)
+            self._fixed = shares, no_row, self._consensus
+
+    def _request(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
+        """The requests of lookups, in one round with the requests of other tables in together()."""
+        requests = None if self._joint is None else self._joint.pop(self)
+        if requests is None:
+            group_in_rounds(requests := self.make(parts, trains), self._ranks)
+        return requests
+
+    def make(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
+        """New requests of lookups, without any communication."""
+        fixed, held = self._fixed if trains else None, self._exchange.held
+        share = -1 if fixed is None else fixed[0].rows
+        requests: list[LookupRequest] = []
+        for given in parts:
+            lookup = Lookup(held.name, self._number, next(self._lookups), given, held.device)
+            on_device = lookup.ids.to(held.device, non_blocking=True)
+            ids = ShardedIds(on_device, self._sharding, self._distances, share)
+            requests.append(
+                CountedRequest(lookup, ids) if fixed is None else FixedRequest(lookup, ids, *fixed)
+            )
+        return requests
 
     def for_step(self, ids: Ids) -> LookupRequest:
         """The request of a step's lookup, exchanged now unless it was exchanged ahead.
@@ -238,11 +190,11 @@ class Requests:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            (request,) = self._maker.requests([ids])
+            (request,) = self._request([ids])
             found = PlannedRequests([request], None), request
         planned, request = found
         self._exchange_ids(planned)
-        request.planned.mark_used()
+        request.lookup.mark_used()
         self._latest = planned
         self._expect([*self._announced, planned], fault)
         return request
@@ -255,15 +207,17 @@ class Requests:
         found, is_next, any_unused = None, False, False
         for batches in (self._announced, [] if self._expected is None else [self._expected]):
             every = [(batch, request) for batch in batches for request in batch.requests]
-            unused = [(batch, request) for batch, request in every if not request.planned.is_used]
+            unused = [(batch, request) for batch, request in every if not request.lookup.is_used]
             any_unused = any_unused or bool(unused)
-            places = [n for n, (_, request) in enumerate(unused) if request.planned.matches(ids)]
+            places = [n for n, (_, request) in enumerate(unused) if request.lookup.matches(ids)]
             if places:
                 found, is_next = unused[places[0]], places[0] == 0
                 break
         fault = None
         if any_unused:
-            kind, lookup = (Kind.COUNTS, 0) if found is None else (Kind.ROWS, found[1].lookup)
+            kind, lookup = (
+                (Kind.COUNTS, 0) if found is None else (Kind.ROWS, found[1].lookup.number)
+            )
             fault = self.compare_calls(kind, lookup)
         for planned in self._announced:
             if not planned.is_exchanged:
@@ -314,7 +268,7 @@ class Requests:
         if self._consensus is None:
             return self.for_step(ids)
         self._before_lookup()
-        (request,) = self._maker.requests([ids], trains=False)
+        (request,) = self._request([ids], trains=False)
         self._exchange_ids(PlannedRequests([request], None))
         return request
 
@@ -326,7 +280,7 @@ class Requests:
         if self._error_count != self._ranks.error_count:
             self._error_count = self._ranks.error_count
             self._announced, self._expected = [], None
-            self._maker.restart()
+            self._lookups = itertools.count()  # the counts of the ranks may differ
             with self._exchange.lock:
                 self._exchange.held.announced.give_up()
 
@@ -350,8 +304,7 @@ class Requests:
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
                 for request in [] if latest is None else latest.requests:
-                    own = request.own_error() if isinstance(request, FixedRequest) else None
-                    if own is not None:
+                    if (own := request.own_error()) is not None:
                         raise own from None
             raise
 
@@ -367,7 +320,7 @@ class Requests:
         self._forget_after_errors()
         if self._was_looked_up or self._announced_in != self._exchange.steps.batches_over:
             self._announced, self._was_looked_up = [], False
-        planned = PlannedRequests(self._maker.requests(parts), None)
+        planned = PlannedRequests(self._request(parts), None)
         if self._exchange.held.device.type == "cpu":  # a later wait would save no time
             self._exchange_and_plan(planned)
         else:
@@ -389,10 +342,9 @@ class Requests:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
         self._forget_after_errors()
-        self._maker.distances()  # copied on the current stream, which the side stream waits for
         self._planning.uses(parts)  # the plan may be discarded before it is made
         with self._planning.after_current(self._exchange.held.device):
-            planned = PlannedRequests(self._maker.requests(parts), after)
+            planned = PlannedRequests(self._request(parts), after)
             planned.send_counts()
         planned.planned_until(self._planning.end)
         if after is not None:
@@ -404,8 +356,9 @@ class Requests:
         self._forget_after_errors()
         self._expected = batch
         if batch is not None:
-            if batch.waits_for_ranks:  # the last batch of a loop
-                self.compare_calls(Kind.IDS, batch.requests[0].lookup)
+            # Only the last batch of a loop has not sent its ids before.
+            if not all(request.round.is_exchanged for request in batch.requests):
+                self.compare_calls(Kind.IDS, batch.requests[0].lookup.number)
             self._plan(batch)
         self._exchange.steps.expect(None if batch is None else batch.own)
 
@@ -443,7 +396,7 @@ class Requests:
         self._exchange_ids(planned)
         self._expect([*self._announced, planned])
         try:
-            planned.plan_announced(self._exchange)
+            planned.announced = self._exchange.steps.plan_announced(planned.ids)
         except (IndexError, RuntimeError):
             self._ranks.count_error()
             raise
@@ -460,14 +413,16 @@ class Requests:
     @contextmanager
     def together(lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
         """As SharedLookups.together."""
-        alike: dict[object, dict[RequestMaker, tuple[Sequence[Ids], bool]]] = {}
+        alike: dict[object, dict[Requests, tuple[Sequence[Ids], bool]]] = {}
         for table, parts, trains in lookups:
             table._forget_after_errors()
-            alike.setdefault(table._maker.shared_by, {})[table._maker] = parts, trains
-        with ExitStack() as end:
-            for by_maker in alike.values():
-                joint = JointRequests(by_maker)
-                for maker in by_maker:
-                    end.callback(maker.join, None)
-                    maker.join(joint)
+            alike.setdefault(table.shared_by, {})[table] = parts, trains
+        try:
+            for by_table in alike.values():
+                joint = JointRequests(by_table)
+                for table in by_table:
+                    table._joint = joint
             yield
+        finally:
+            for table, *_ in lookups:
+                table._joint = None

@@ -74,7 +74,7 @@ class ShardedRows(SharedLookups):
         sparse: bool,
         model: Callable[[], nn.Module | None],
     ) -> None:
-        self._rows, self._ranks = rows, ranks
+        self._rows, self.ranks = rows, ranks
         self._model = model
         self._wrapped = 0
         """The number of modules of fully_shard and replicate that are already checked."""
@@ -122,7 +122,7 @@ class ShardedRows(SharedLookups):
                 )
             ranks = dist.get_process_group_ranks(active.process_group)
             self._check_members("DistributedDataParallel", ranks)
-        if self._ranks.size == dist.get_world_size():
+        if self.ranks.size == dist.get_world_size():
             return
         wrapped = composable_data_parallel()
         if self._wrapped == len(wrapped):
@@ -137,13 +137,13 @@ class ShardedRows(SharedLookups):
 
     def _check_members(self, wrapper: str, ranks: Iterable[int]) -> None:
         """Raises NotImplementedError if the rows are not sharded among all ranks of a wrapper."""
-        if other_ranks := set(ranks) - self._ranks.members:
+        if other_ranks := set(ranks) - self.ranks.members:
             same = "the same process_group"
             if wrapper != "DistributedDataParallel":
                 same = "a mesh of the same ranks"
             raise NotImplementedError(
                 f"{self._rows.name}: the rows are sharded among ranks"
-                f" {sorted(self._ranks.members)}, but {wrapper} also trains the model on ranks"
+                f" {sorted(self.ranks.members)}, but {wrapper} also trains the model on ranks"
                 f" {sorted(other_ranks)}. The copies of the rows would differ. Call"
                 f" speedtorch.shard() and {wrapper} with {same}."
             )
@@ -151,13 +151,13 @@ class ShardedRows(SharedLookups):
     @property
     def can_agree(self) -> bool:
         """Whether ranks can compare calls without waiting for their GPUs."""
-        return self._ranks.has_barrier
+        return self.ranks.has_barrier
 
     def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
         """The seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
         number = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
         call = Call(Kind.PACE, self._number, number)
-        numbers = self._ranks.all_gather_number(self._rows.name, call)
+        numbers = self.ranks.all_gather_number(self._rows.name, call)
         return max(number >> 1 for number in numbers) / 1e6, all(n & 1 for n in numbers)
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
@@ -187,20 +187,10 @@ class ShardedRows(SharedLookups):
         places, held = self._rows.borrow(request.requested.ids, max_norm, norm_type)
         return self._operand(request, self._exchange_rows(held[places], request))
 
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that own the rows."""
-        return self._ranks
-
-    @property
-    def shared_by(self) -> tuple[Ranks, torch.device]:
-        """The ranks that own the rows, and the device of a step's rows."""
-        return self._ranks, self._rows.exchange.held.device
-
     def check_gather(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call gather_field()."""
         calls = [Call(Kind.FULL, self._number)]
-        self._ranks.compare_calls(self._rows.name, calls, self._rows.exchange.held.device)
+        self.ranks.compare_calls(self._rows.name, calls, self._rows.exchange.held.device)
 
     def allocate_all_rows(self, name: str) -> Tensor:
         """Allocates host memory for all rows of a field."""
@@ -209,7 +199,7 @@ class ShardedRows(SharedLookups):
 
     def gather_field(self, name: str, out: Tensor | None) -> None:
         """Copies all rows of a field from their owners to `out`, which only rank 0 passes."""
-        sharding, ranks, field = self._sharding, self._ranks, self._rows.table.field(name)
+        sharding, ranks, field = self._sharding, self.ranks, self._rows.table.field(name)
         owned = [sum(len(rows) for rows, _ in sharding.blocks(rank)) for rank in range(ranks.size)]
         elements = field.shape[1:].numel()
         most = max(1, _COLLECTED_BYTES // (elements * field.element_size()))
@@ -235,7 +225,7 @@ class ShardedRows(SharedLookups):
         return request.with_padding(rows, self._padding)
 
     def _exchange_rows(self, rows: Tensor, request: LookupRequest) -> Tensor:
-        (received,) = self._ranks.send_rows(self._rows.name, [rows], [request.requested])
+        (received,) = self.ranks.send_rows(self._rows.name, [rows], [request.requested])
         return received
 
     def _with_backward(self, rows: Tensor, request: LookupRequest, received: Tensor) -> Tensor:
@@ -250,7 +240,7 @@ class ShardedRows(SharedLookups):
         alike: dict[object, dict[ShardedRows, Ids]] = {}
         for rows, parts, trains in lookups:
             if trains and len(parts) == 1:
-                alike.setdefault(rows.shared_by, {})[rows] = parts[0]
+                alike.setdefault(rows.exchange.shared_by, {})[rows] = parts[0]
         with Requests.together([(rows.exchange, ids, trains) for rows, ids, trains in lookups]):
             try:
                 for ids_of in alike.values():
@@ -270,7 +260,7 @@ class ShardedRows(SharedLookups):
     def send_gradients(self, gradient: Tensor, requested: RequestedRows, lookup: int) -> Tensor:
         """Sends the gradients of a lookup's rows to the owners; returns the gradients received."""
         self.exchange.compare_before_backward(lookup)
-        return self._ranks.send_gradients(self._rows.name, gradient, requested)
+        return self.ranks.send_gradients(self._rows.name, gradient, requested)
 
 
 class JointRows:
@@ -317,7 +307,7 @@ class _ReceivedRows(torch.autograd.Function):
         ctx: Any, rows: Tensor, received: list[Tensor], request: LookupRequest, table: ShardedRows
     ) -> Tensor:
         """Returns the tensor in `received`; its gradient becomes the gradient of `rows`."""
-        ctx.requested, ctx.lookup, ctx.table = request.requested, request.lookup, table
+        ctx.requested, ctx.lookup, ctx.table = request.requested, request.lookup.number, table
         return received.pop()
 
     @staticmethod

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speedtorch.parallel.block_cyclic import BlockCyclic
-from speedtorch.parallel.fair_shares import FairShares, fair_share
+from speedtorch.parallel.fair_shares import FairShares
 
 ROWS = 10_000_000
 CAPACITIES = [1, 100, 500, 4096, 100_000, 1 << 20]
@@ -32,27 +32,27 @@ RANKS = [1, 2, 3, 8, 64, 1000]
 def test_a_share_is_the_mean_plus_a_margin_for_chance(
     capacity: int, ranks: int, share: int
 ) -> None:
-    assert fair_share(capacity, BlockCyclic.of(ROWS, ranks)) == share
+    assert FairShares(capacity, BlockCyclic.of(ROWS, ranks)).rows == share
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> None:
     sharding = BlockCyclic.of(ROWS, ranks)
-    shares = [fair_share(capacity, sharding) for capacity in CAPACITIES]
+    shares = [FairShares(capacity, sharding).rows for capacity in CAPACITIES]
     assert shares == sorted(shares)
     for capacity, share in zip(CAPACITIES, shares, strict=True):
         assert capacity / ranks <= share <= capacity
 
 
 def test_a_share_is_at_most_what_a_rank_owns() -> None:
-    assert fair_share(40, BlockCyclic.of(41, 3)) == 14
-    assert fair_share(40, BlockCyclic.of(41, 3), padded=True) == 14
+    assert FairShares(40, BlockCyclic.of(41, 3)).rows == 14
+    assert FairShares(40, BlockCyclic.of(41, 3), padded=True).rows == 14
 
 
 def test_a_share_includes_the_padding_row() -> None:
     sharding = BlockCyclic.of(ROWS, 8)
     for capacity, share in ((4, 5), (4096, 705)):
-        assert fair_share(capacity, sharding, padded=True) == share
+        assert FairShares(capacity, sharding, padded=True).rows == share
 
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in RANKS if ranks > 1])
@@ -61,7 +61,7 @@ def test_random_ids_exceed_a_share_less_than_once_in_10_to_the_13(
     capacity: int, ranks: int
 ) -> None:
     """By Chernoff's bound of draws with replacement, which is also valid without replacement."""
-    share = fair_share(capacity, BlockCyclic.of(ROWS, ranks))
+    share = FairShares(capacity, BlockCyclic.of(ROWS, ranks)).rows
     if share == capacity:
         return  # no batch of the capacity has more
     seen, chance = (share + 1) / capacity, 1 / ranks
@@ -79,7 +79,7 @@ def test_a_lookup_of_spread_ids_fits_the_shares_of_its_unique_rows(count: int, r
     for _, steep in itertools.product(range(5), (1.0, 4.0)):  # and where some ids are frequent
         ids = (torch.rand(count, generator=random).double() ** steep * ROWS).long()
         numbers = sharding.numbers((ids * 7_368_787 % ROWS).unique())  # a prime
-        share = fair_share(len(numbers), sharding)
+        share = FairShares(len(numbers), sharding).rows
         assert int(torch.bincount(numbers // sharding.stride).max()) <= share
 
 
@@ -88,7 +88,9 @@ def test_the_error_names_the_least_capacity_whose_share_is_enough(
     capacity: int, ranks: int
 ) -> None:
     sharding = BlockCyclic.of(ROWS, ranks)
-    shares = FairShares.of(capacity, sharding)
+    shares = FairShares(capacity, sharding)
     text = str(shares.error("rows", shares.rows + 7, 1))
     enough = int(text.partition("capacity of at least ")[2].rstrip("."))
-    assert fair_share(enough, sharding) >= shares.rows + 7 > fair_share(enough - 1, sharding)
+    assert (
+        FairShares(enough, sharding).rows >= shares.rows + 7 > FairShares(enough - 1, sharding).rows
+    )
