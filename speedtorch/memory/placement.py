@@ -16,7 +16,7 @@ from speedtorch.files import system_calls
 from speedtorch.files.table_files import open_fields
 from speedtorch.memory import host_memory
 from speedtorch.memory.calibration import calibrate_once
-from speedtorch.memory.shared_memory import SharedMemory, SharedMemoryHandle
+from speedtorch.memory.shared_memory import SharedMemory
 from speedtorch.ops.functions import wait_for_rows
 
 __all__ = [
@@ -129,7 +129,7 @@ class Placement:
         return self._shared
 
 
-class HostPlacement(Placement):
+class _HostPlacement(Placement):
     """Zeroed host memory of one of the kinds in host_memory.py."""
 
     def __init__(self, count: int, kind: host_memory.HostMemoryKind) -> None:
@@ -145,11 +145,10 @@ class HostPlacement(Placement):
         host_memory.check_owner(self.data)
 
     def release(self) -> None:
-        """See Placement."""
         host_memory.release(self.data)
 
 
-class GpuPlacement(Placement):
+class _GpuPlacement(Placement):
     """Zeroed memory on a GPU."""
 
     memory = memory_beside = "cuda"
@@ -163,11 +162,10 @@ class GpuPlacement(Placement):
         self.data = torch.zeros(count, dtype=torch.uint8, device=place)
 
     def settle(self) -> None:
-        """See Placement."""
         wait_for_rows(self.data.device)
 
 
-class FilePlacement(Placement):
+class _FilePlacement(Placement):
     """A new file of zeros in a writable mapping."""
 
     memory = "file"
@@ -182,16 +180,13 @@ class FilePlacement(Placement):
         check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
-        """See Placement."""
         self.settle()
         system_calls.calls.fsync(self._descriptor)
 
     def release(self) -> None:
-        """See Placement."""
         self._closer()
 
     def remove_file(self) -> None:
-        """See Placement."""
         system_calls.calls.unlink(str(self.path))
 
 
@@ -205,11 +200,6 @@ class SharedPlacement(Placement):
         self.data = shared.data
         self.reason = host_memory.pin_if_possible(self.data)
         self.is_in_place = host_memory.memory_kind(self.data) == "registered"
-
-    @classmethod
-    def opened(cls, handle: SharedMemoryHandle) -> SharedPlacement:
-        """Opens the memory of a handle."""
-        return cls(SharedMemory(handle.open(), handle.count))
 
     def release(self) -> None:
         """See Placement; other processes keep the memory."""
@@ -304,10 +294,10 @@ def make_placement(
     if count >= 2**63:
         raise ValueError(f"rows: the table must be smaller than 2^63 bytes, got {count:,} bytes")
     if path is not None:
-        return FilePlacement(count, path)
+        return _FilePlacement(count, path)
     if kind == "cuda":
-        return GpuPlacement(count, device)
+        return _GpuPlacement(count, device)
     if kind == "shared":
         calibrate_once(count)
         return SharedPlacement(SharedMemory.create(count, fields))
-    return HostPlacement(count, cast(host_memory.HostMemoryKind, kind))
+    return _HostPlacement(count, cast(host_memory.HostMemoryKind, kind))

@@ -24,6 +24,7 @@ from speedtorch.memory.placement import (
     SharedPlacement,
     make_placement,
 )
+from speedtorch.memory.shared_memory import SharedMemory
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
 from speedtorch.ops.shapes import check_span, row_shape
 from speedtorch.table import row_blocks
@@ -311,7 +312,7 @@ class HostTable:
         layout = handle.layout()
         table = cls.__new__(cls)
         table._describe(handle.rows, layout)
-        placement = SharedPlacement.opened(handle.memory)
+        placement = SharedPlacement(SharedMemory(handle.memory.open(), handle.memory.count))
         table._set_memory(placement, *_laid_out(placement.data, handle.rows, layout))
         table.was_read = handle.was_read
         return table

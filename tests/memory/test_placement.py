@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speedtorch.memory import placement
-from speedtorch.memory.placement import HostPlacement
+from speedtorch.memory.placement import make_placement
 
 
 @pytest.mark.parametrize("call", ["settle", "flush"])
@@ -14,5 +14,5 @@ def test_the_gpus_work_on_the_bytes_is_waited_for(
 ) -> None:
     waits: list[object] = []
     monkeypatch.setattr(placement, "wait_for_rows", waits.append)
-    getattr(HostPlacement(8, "plain"), call)()
+    getattr(make_placement(8, 1, "plain", None, None), call)()
     assert waits == [None]
