@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.files.file_format import listed
-from speedtorch.files.table_files import open_fields
+from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_ids import Indexes, flat_index
 from speedtorch.legacy.numpy_index import Index, elements_of, row_ids
@@ -23,6 +23,7 @@ from speedtorch.legacy.switcher_files import (
     MappedFiles,
     TorchFiles,
     file_name,
+    read_into,
     read_tensors,
 )
 from speedtorch.ops.functions import pinned_scatter
@@ -65,25 +66,19 @@ class GadgetSwitcher(OneField):
         if self._stored is None and self.fileName is not None:
             self._read_file(self.fileName)
         elif self._stored is None and self._data is not None:
-            self._copy_in(self._data)
+            self._fill(self._data)
             self._data = None  # so that the rows are not in memory twice
-
-    def _copy_in(self, data: Tensor) -> None:
-        self._fill(data.shape, data.dtype, lambda rows: rows.copy_(data))
 
     def _read_file(self, path: str) -> None:
         with open_fields(path) as stored:
-            chosen = _choose(stored, self._field)
-            self._fill(chosen.shape, chosen.dtype, chosen.read_into)
+            self._fill(_choose(stored, self._field))
 
-    def _fill(
-        self, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], object]
-    ) -> None:
+    def _fill(self, source: Tensor | StoredField) -> None:
         """Creates and fills a table, which then replaces the old one."""
-        fields = {"weight": (tuple(shape[1:]), dtype)}
-        table = self._place.make_table(shape[0], fields, self._device())
-        fill(table["weight"])
-        self._stored = Stored(table, {"weight": table["weight"]})
+        fields = {"weight": (tuple(source.shape[1:]), source.dtype)}
+        table = self._place.make_table(source.shape[0], fields, self._device())
+        read_into(source, table["weight"])
+        self._store(Stored(table, {"weight": table["weight"]}))
 
     def _rows(self) -> dict[str, Tensor]:
         self.gadgetInit()
@@ -205,7 +200,7 @@ class _TorchGadget(TorchFiles, GadgetSwitcher):
             raise ValueError(
                 f"{os.fspath(loadFileName)} must contain one tensor, got {sorted(content)}"
             )
-        self._copy_in(content["weight"])
+        self._fill(content["weight"])
 
 
 class DataGadget(_CupyGadget, place=families.host_or_variable):
@@ -246,7 +241,7 @@ class DataGadget(_CupyGadget, place=families.host_or_variable):
             return
         table = HostTable.open(path, "mapped")
         rows = _choose({name: table[name] for name in table.fields}, self._field)
-        self._stored = Stored(table, {"weight": rows})
+        self._store(Stored(table, {"weight": rows}))
 
 
 class GPUPytorchDataGadget(_TorchGadget, place=families.with_variable):
@@ -322,4 +317,4 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))
             data = torch.from_numpy(mapped).view(array.dtype).view(array.shape)
-        self._stored = Stored(None, {"weight": data})
+        self._store(Stored(None, {"weight": data}))

@@ -7,7 +7,7 @@ There is a mixin for the families that used CuPy in 2019 and one for those that 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from speedtorch.files.table_files import FORMATS, StoredField, open_fields, save
 from speedtorch.legacy.families import Fields
 from speedtorch.legacy.switcher import Switcher
 
-__all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_tensors"]
+__all__ = ["CupyFiles", "MappedFiles", "TorchFiles", "file_name", "read_into"]
+__all__ += ["read_tensors"]
 
 
 class CupyFiles(Switcher):
@@ -57,7 +58,7 @@ class CupyFiles(Switcher):
         """
         path = file_name(loadFileName)
         with open_fields(path, self._layout()) as stored:
-            _load(self, path, stored, lambda name, rows: stored[name].read_into(rows))
+            _load(self, path, stored)
 
 
 class MappedFiles(CupyFiles):
@@ -104,9 +105,7 @@ class TorchFiles(Switcher):
         Raises:
             ValueError: Names, shapes or dtypes do not match; nothing has changed.
         """
-        stored = read_tensors(loadFileName)
-        path = os.fspath(loadFileName)
-        _load(self, path, stored, lambda name, rows: rows.copy_(stored[name]))
+        _load(self, os.fspath(loadFileName), read_tensors(loadFileName))
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -134,12 +133,15 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return content
 
 
-def _load(
-    switcher: Switcher,
-    path: str,
-    stored: Mapping[str, Tensor | StoredField],
-    read: Callable[[str, Tensor], object],
-) -> None:
+def read_into(source: Tensor | StoredField, rows: Tensor) -> None:
+    """Copies a tensor, or reads a field of a file, into rows of the same shape and dtype."""
+    if isinstance(source, Tensor):
+        rows.copy_(source)
+    else:
+        source.read_into(rows)
+
+
+def _load(switcher: Switcher, path: str, stored: Mapping[str, Tensor | StoredField]) -> None:
     """Reads all fields of a file; raises ValueError unless they are exactly the switcher's."""
     has = {name: (tuple(field.shape), field.dtype) for name, field in stored.items()}
     if has != (wanted := switcher._layout()):
@@ -147,7 +149,7 @@ def _load(
     switcher._settle()  # before a table is created: an error leaves the switcher unchanged
     content = switcher._to_load()
     for name, rows in content.items():
-        read(name, rows)
+        read_into(stored[name], rows)
     switcher._loaded(content)
 
 
