@@ -74,7 +74,6 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """Copies all tensors to pageable host memory."""
 
     def copied(given: Tensor | SelectedRows) -> Tensor:
-        """Copies one tensor, or gathers the selected rows."""
         if isinstance(given, SelectedRows):
             return given.gather(given.ids)
         return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
@@ -93,7 +92,6 @@ def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_
     ending = Finalize(None, wait, ([done],), exitpriority=100)
 
     def run() -> None:
-        """Writes the checkpoint and sets the result or the error of the future."""
         try:
             result = work()
         except BaseException as error:

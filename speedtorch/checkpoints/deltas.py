@@ -46,7 +46,6 @@ def change_since(
     """Finds the changes since `base` that all ranks know; all tensors if its chain is too long."""
 
     def full_change() -> Change:
-        """All rows of all tensors."""
         shared = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items()}
         return Change(None, {**tensors.by_key}, shared, {})
 

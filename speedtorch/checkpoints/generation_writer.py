@@ -97,7 +97,6 @@ class GenerationWriter:
         total = sum(rows.nbytes for job in now for rows in job.values())
 
         def begin() -> None:
-            """Writes the first jobs and copies the others."""
             self._versions = begin_versions(tensors.all_by_key)
             with progress_bar(total, progress, unit="B") as bar:
                 self._write(now, 0, bar.update)
@@ -111,7 +110,6 @@ class GenerationWriter:
         rendezvous = Rendezvous(self._generation.rendezvous_folder, ranks.rank, ranks.size, timeout)
 
         def make() -> None:
-            """Creates the files of all ranks."""
             self._stack.callback(rendezvous.remove)
             rendezvous.make()
 
@@ -129,7 +127,6 @@ class GenerationWriter:
         ranks = self._ranks
 
         def write() -> None:
-            """Writes the copies and frees them."""
             try:
                 self._write(self._copies, len(self.jobs) - len(self._copies), lambda _: None)
             finally:

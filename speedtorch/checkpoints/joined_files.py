@@ -51,7 +51,6 @@ def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memor
     rest, left = iter(runs.items()), 0
 
     def write(data: memoryview) -> None:
-        """Writes to the rest of the current run, and to the next runs."""
         nonlocal left
         while len(data):
             if not left:

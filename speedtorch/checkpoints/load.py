@@ -187,7 +187,6 @@ def _prepared(
     order = sorted(range(len(pairs)), key=known.__getitem__)
 
     def fill() -> dict[str, Any]:
-        """Loads all objects and returns the other values."""
         for tensor, rows in patches:
             write_changes(tensor, rows)
         for part, state in [pairs[at][1:] for at in order]:

@@ -236,7 +236,6 @@ def _begin(
     waited = time.perf_counter() - begin if in_background else None
 
     def finish() -> Saved:
-        """Writes the remaining files and publishes the checkpoint."""
         with rest:
             number, nbytes = writing.finish()
         seconds = time.perf_counter() - begin

@@ -209,7 +209,6 @@ class SavedGeneration:
         with progress_bar(total, progress, unit="B") as bar:
 
             def update_bar(count: int) -> None:
-                """Advances the bar, from any thread."""
                 with lock:
                     bar.update(count)
 
@@ -234,7 +233,6 @@ class SavedGeneration:
         """
 
         def tensor_of(key: str) -> Tensor:
-            """The tensor for a key in the manifest."""
             if key in instead:
                 return instead[key]
             made = self.tensor(key)

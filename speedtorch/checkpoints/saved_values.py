@@ -33,7 +33,6 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
 
     def inner(place: str, item: Any) -> Any:
-        """Converts an item of this value."""
         return described(name + place, item, keep, depth + 1)
 
     kind = type(value)
@@ -94,7 +93,6 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
     word, *rest = value
 
     def inner(item: Any) -> Any:
-        """Converts an item of this value back."""
         return restored(item, found, depth + 1)
 
     if word in _SEQUENCES:

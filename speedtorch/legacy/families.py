@@ -77,7 +77,6 @@ def constructor(
     signature = inspect.Signature(params)
 
     def __init__(self: Any, *args: Any, **settings: Any) -> None:
-        """See the class."""
         try:
             bound = signature.bind(*args, **settings)
         except TypeError as error:

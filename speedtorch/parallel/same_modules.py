@@ -29,12 +29,10 @@ def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, 
     named: dict[str, RowModule] = {}
 
     def settings() -> list[tuple[str, _Settings]]:
-        """The settings of this rank's modules, which are added to `named`."""
         named.update(_modules_of(model))
         return [(name, _settings_of(module, average=average)) for name, module in named.items()]
 
     def error_of(text: str) -> ValueError:
-        """The error that the other ranks raise."""
         return ValueError(f"{text} (nothing has changed on any rank)")
 
     of_ranks = run_on_all(ranks, settings, "shard", error_of)
