@@ -8,12 +8,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from topics import topic_passages
 
-from demos import dlrm_run, glove_run, ncf, word2vec
 from demos.criteo import write_clicks
 from demos.ratings import Ratings, generated_ratings
 from speedtorch.__main__ import main
@@ -26,18 +24,16 @@ class Demo:
     """A demonstration.
 
     Attributes:
-        option: names its input file.
+        option: names its input file, if it has one.
         write: writes a small one.
         small: settings for that.
         files: the names of what is saved, in order.
-        module: has its `Settings` and `run`, and calls `train`.
     """
 
-    option: str
+    option: str | None
     write: Callable[[Path], object]
     small: tuple[str, ...]
     files: tuple[str, ...]
-    module: ModuleType
 
 
 @functools.cache
@@ -57,18 +53,17 @@ def _write_ratings(path: Path) -> None:
 
 
 _TEXT = ("--dim", "8", "--batch", "256", "--min-count", "1", "--steps", "60")
+_RATINGS = ("--dim", "4", "--batch", "512", "--epochs", "2")
+_CLICKS = ("--dim", "4", "--rows", "100", "--batch", "256")
+_EXPERTS = ("--experts", "6", "--resident", "3", "--width", "8", "--batch", "32", "--steps", "120")
 _VECTORS = ("report.json", "vectors.npy", "vectors.txt")
 _MODEL = ("model.safetensors", "report.json")
-_CLICKS = ("--dim", "4", "--rows", "100", "--batch", "256")
 DEMOS = {
-    "word2vec": Demo("--corpus", _write_text, _TEXT, _VECTORS, word2vec),
-    "glove": Demo("--corpus", _write_text, _TEXT, _VECTORS, glove_run),
-    "ncf": Demo(
-        "--ratings", _write_ratings, ("--dim", "4", "--batch", "512", "--epochs", "2"), _MODEL, ncf
-    ),
-    "dlrm": Demo(
-        "--clicks", functools.partial(write_clicks, lines=3000), _CLICKS, _MODEL, dlrm_run
-    ),
+    "word2vec": Demo("--corpus", _write_text, _TEXT, _VECTORS),
+    "glove": Demo("--corpus", _write_text, _TEXT, _VECTORS),
+    "ncf": Demo("--ratings", _write_ratings, _RATINGS, _MODEL),
+    "dlrm": Demo("--clicks", functools.partial(write_clicks, lines=3000), _CLICKS, _MODEL),
+    "experts": Demo(None, Path.touch, _EXPERTS, _MODEL),
 }
 
 
@@ -87,8 +82,10 @@ def demo_file(name: str) -> Path:
 
 def run_demo(name: str, out: Path, *more: str, device: str = "cpu") -> int:
     """Runs the command on the demonstration's file; the last of equal options counts."""
-    given = (DEMOS[name].option, str(demo_file(name)), "--out", str(out), "--device", device)
-    return main(["demo", name, *given, *DEMOS[name].small, *more])
+    option = DEMOS[name].option
+    file = (option, str(demo_file(name))) if option else ()
+    given = ("--out", str(out), "--device", device, *DEMOS[name].small)
+    return main(["demo", name, *file, *given, *more])
 
 
 def facts(out: Path) -> dict[str, Any]:

@@ -16,14 +16,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from conftest import NEEDS_GPU
-from demo_commands import DEMOS, demo_file, facts, run_demo
+from demo_commands import DEMOS, demo_file, demo_ratings, facts, run_demo
+from torch import nn
 
-from demos import session
+import speedtorch
+from demos import command, loop, runner, session
+from demos.batches import Outcome
 from speedtorch.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -31,40 +35,158 @@ EACH = pytest.mark.parametrize("name", DEMOS)
 OF_TEXT = pytest.mark.parametrize("name", ["word2vec", "glove"])
 
 # Settings that all have, and those of each.
-GIVEN: dict[str, Any] = {"out": Path("b"), "dim": 3, "epochs": 4, "batch": 5, "lr": 0.5, "seed": 7}
-GIVEN |= {"device": "cpu", "memory": "plain"}
+GIVEN: dict[str, Any] = {"out": Path("b"), "batch": 5, "lr": 0.5, "seed": 7, "device": "cpu"}
+OF_TABLES = {"dim": 3, "epochs": 4, "memory": "plain"}
 OF_CORPUS = {"corpus": Path("a.gz"), "optimizer": "SGD", "steps": 6, "window": 8, "min_count": 9}
-STORED = {"stored": "float16", "rounding": "nearest"}
+OF_CORPUS |= OF_TABLES
+STORED = {**OF_TABLES, "stored": "float16", "rounding": "nearest", "held_out": 0.25}
 OWN: dict[str, dict[str, Any]] = {
-    "word2vec": {**OF_CORPUS, "negatives": 11, "sample": 0.25, "held_out": 0.125, **STORED},
+    "word2vec": {**OF_CORPUS, **STORED, "negatives": 11, "sample": 0.25},
     "glove": {**OF_CORPUS, "x_max": 6.5, "alpha": 0.25},
-    "ncf": {"ratings": Path("a.csv"), "negatives": 6},
-    "dlrm": {
-        "clicks": Path("a.gz"),
-        "lines": 2,
-        "optimizer": "SGD",
-        "rows": 10,
-        "held_out": 0.25,
-        **STORED,
-    },
+    "ncf": {**OF_TABLES, "ratings": Path("a.csv"), "negatives": 6},
+    "dlrm": {**STORED, "clicks": Path("a.gz"), "lines": 2, "optimizer": "SGD", "rows": 10},
+    "experts": {"experts": 9, "active": 3, "resident": 5, "width": 7, "steps": 6},
 }
-COMPARES = {"word2vec", "dlrm"}
+COMPARES = {"word2vec", "dlrm", "experts"}
+COMPARED = pytest.mark.parametrize("name", sorted(COMPARES))
+
+
+def compare_of(name: str) -> tuple[str, ...]:
+    return ("--compare",) if name in COMPARES else ()
 
 
 @EACH
 def test_every_setting_has_an_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, module = GIVEN | OWN[name], DEMOS[name].module
-    compare = {"compare": True} if name in COMPARES else {}
-    assert {field.name for field in fields(module.Settings)} == {*given, *compare}
+    given, made = GIVEN | OWN[name], command.DEMOS[name].settings_type
+    names = [field.name for field in fields(made)]
+    assert {*names} == {*given, *(["compare"] if name in COMPARES else [])}
     seen: list[Any] = []
-    monkeypatch.setattr(module, "run", lambda settings: seen.append(settings) or 7)
+    monkeypatch.setattr(command, "run", lambda kind, settings: seen.append((kind, settings)) or 7)
     options = [f"--{option.replace('_', '-')}={value}" for option, value in given.items()]
-    options += [f"--{option}" for option in compare]
-    assert main(["demo", name, *options]) == main(["demo", name]) == 7
-    assert seen == [module.Settings(**given, **compare), module.Settings()]
+    assert main(["demo", name, *options]) == main(["demo", name, *compare_of(name)]) == 7
+    compare = {"compare": True} if name in COMPARES else {}
+    kind = command.DEMOS[name]
+    assert seen == [(kind, made(**given)), (kind, made(**compare))]
 
 
-GPU_OPTIONS = {"glove": (), "ncf": ("--lr", "0.02"), "dlrm": ("--compare",)}
+# ------------------------------------------------------------------------------------------------
+# The report
+
+
+class Report(NamedTuple):
+    """What a report tells: the first words of its lines, texts in them, and some of its facts."""
+
+    lines: str
+    text: str
+    unit: str
+    table_bytes: int
+    training: dict[str, int]
+    score: str | None = None
+
+
+WORDS, ITEMS = 70, len(demo_ratings().item_ids)
+REPORTS = {
+    "word2vec": Report(
+        "text time loss tables peak held nearest saved plain comparison",
+        "AUC 0.5000 before training",
+        "words",
+        2 * WORDS * 3 * 8 * 4,  # two vectors of each word, and Adamax keeps two more of each
+        {"steps": 60},
+        "auc",
+    ),
+    "glove": Report(
+        "text pairs time loss tables peak nearest saved",
+        "1,900 unique pairs within 10 words",
+        "pairs",
+        # Adagrad keeps as many numbers as it trains: two vectors and two biases for each word.
+        2 * WORDS * 2 * (8 + 1) * 4,
+        {"steps": 60},
+    ),
+    "ncf": Report(
+        "ratings time loss tables peak hit NDCG saved",
+        f"{len(demo_ratings()):,} of 600 users for {ITEMS} items, from a file",
+        "ratings",
+        (600 + ITEMS) * 3 * (4 + 8) * 4,  # GMF's 4 and the MLP's 8, and Adam keeps two more of each
+        {"examples": 2 * (len(demo_ratings()) - 600)},
+        "hit_rate",
+    ),
+    "dlrm": Report(
+        "clicks time loss tables peak AUC entropy saved plain comparison",
+        "of 3,000 lines of",
+        "steps",
+        26 * 100 * 4 * 4 * 2,  # 26 tables, and Adagrad keeps one more of each number
+        {"examples": 5400},
+        "auc",
+    ),
+    "experts": Report(
+        "time loss peak modules uses waited saved plain comparison",
+        "found their module loaded",
+        "steps",
+        0,
+        {"steps": 120, "examples": 120 * 2 * 32},
+    ),
+}
+
+
+@EACH
+@pytest.mark.usefixtures("on_a_terminal")
+def test_the_report_tells_all_that_was_promised(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, out = REPORTS[name], tmp_path / "new" / "folder"
+    assert run_demo(name, out, *compare_of(name)) == 0
+    assert sorted(os.listdir(out)) == [*DEMOS[name].files]
+    printed = capsys.readouterr()
+    starts = [line.split()[0] for line in printed.out.splitlines()]
+    assert [start for start in starts if start in told.lines.split()] == told.lines.split()
+    for text in (told.text, f"{told.unit}/s", "of host memory"):
+        assert text in printed.out
+    for text in ("training: 100%", f"{told.unit}/s", "loss"):
+        assert text in printed.err
+    found = facts(out)
+    assert found["training"]["finished"] and found["device"] == "cpu"
+    assert found["training"].items() >= told.training.items()
+    assert found["memory"] == (speedtorch.info().default_memory if told.table_bytes else None)
+    assert found["table_bytes"] == told.table_bytes
+    assert found["peak_gpu_bytes"] is None and found["peak_host_bytes"] > told.table_bytes
+    small = zip(DEMOS[name].small[::2], DEMOS[name].small[1::2], strict=True)
+    assert all(str(found["settings"][key[2:].replace("-", "_")]) == value for key, value in small)
+    if told.score:
+        assert found["after"][told.score] > found["before"][told.score]
+    assert ("plain_torch" in found) == (name in COMPARES)
+    if name in COMPARES:
+        assert "comparison bitwise identical" in printed.out and "plain torch: 100%" in printed.err
+        plain, trained = found["plain_torch"], {"loss": found["training"]["losses"][-1]}
+        trained |= found["after"] or {}
+        assert plain["identical"] and plain["farthest"] == 0
+        assert {key: plain[key] for key in trained if key in plain} == {
+            key: value for key, value in trained.items() if isinstance(value, float)
+        }
+
+
+@COMPARED
+def test_compare_notices_a_difference_of_a_last_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(model: nn.Module, *args: Any, label: str, **how: Any) -> Outcome:
+        outcome = loop.train(model, *args, label=label, **how)
+        if label == "plain torch":
+            last = [*model.parameters()][-1].data.view(-1)[-1]
+            last.copy_(last.nextafter(torch.ones(())))
+        return outcome
+
+    monkeypatch.setattr(runner, "train", train)
+    assert run_demo(name, tmp_path, "--compare") == runner.DIFFERENT == 1
+    assert "DIFFERENT RESULTS" in capsys.readouterr().out
+    assert not facts(tmp_path)["plain_torch"]["same"]
+
+
+GPU_OPTIONS = {
+    "word2vec": ("--compare",),
+    "glove": (),
+    "ncf": ("--lr", "0.02"),
+    "dlrm": ("--compare",),
+}
 
 
 @NEEDS_GPU
@@ -73,7 +195,10 @@ GPU_OPTIONS = {"glove": (), "ncf": ("--lr", "0.02"), "dlrm": ("--compare",)}
 def test_the_demonstration_runs_on_a_gpu(name: str, memory: str, tmp_path: Path) -> None:
     assert run_demo(name, tmp_path, "--memory", memory, *GPU_OPTIONS[name], device="cuda") == 0
     found = facts(tmp_path)
-    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0
+    assert found["device"] == "cuda" and found["peak_gpu_bytes"] > 0 and found["memory"] != "auto"
+    if "--compare" in GPU_OPTIONS[name]:
+        assert found["plain_torch"]["same"]
+        assert found["after"]["auc"] == pytest.approx(found["plain_torch"]["auc"], rel=0.01)
     if name == "glove":
         assert found["training"]["losses"][-1] < found["training"]["losses"][0]
     if name == "ncf":
@@ -98,11 +223,11 @@ def test_the_seed_decides_everything(name: str, tmp_path: Path) -> None:
 def test_ctrl_c_saves_what_there_is(name: str, tmp_path: Path) -> None:
     given = ("--corpus", str(demo_file(name)), "--out", str(tmp_path), "--device", "cpu")
     endless = ("--dim", "8", "--batch", "256", "--min-count", "1", "--epochs", "100000")
-    command = [sys.executable, "-m", "speedtorch", "demo", name, *given, *endless]
+    line = [sys.executable, "-m", "speedtorch", "demo", name, *given, *endless]
     terminal, its_end = pty.openpty()  # a bar, which says that it trains, is for those alone
     fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     errors = b""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end, cwd=ROOT) as process:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=its_end, cwd=ROOT) as process:
         os.close(its_end)
         while b"loss" not in errors and select.select([terminal], [], [], 60)[0]:
             errors += os.read(terminal, 4096)
@@ -132,36 +257,31 @@ def vectors_as_text(path: Path) -> tuple[list[str], np.ndarray[Any, np.dtype[np.
 
 @OF_TEXT
 def test_vectors_are_saved_as_npy_and_as_text_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "folder"
-    assert run_demo(name, out) == 0
-    assert sorted(os.listdir(out)) == [*DEMOS[name].files]
-    words, numbers = vectors_as_text(out / "vectors.txt")
-    saved = np.load(out / "vectors.npy", allow_pickle=False)
+    assert run_demo(name, tmp_path) == 0
+    words, numbers = vectors_as_text(tmp_path / "vectors.txt")
+    saved = np.load(tmp_path / "vectors.npy", allow_pickle=False)
     assert saved.dtype == np.float32 and saved.shape == (70, 8) and len(set(words)) == 70
     assert saved.tobytes() == numbers.tobytes() and np.isfinite(saved).all()
+    found = facts(tmp_path)
+    assert found["words"] == 70 and len(found["neighbours"]) == 8
 
 
-def interrupt(
-    monkeypatch: pytest.MonkeyPatch, name: str, times: int = 1, label: str = "training"
-) -> None:
+def interrupt(monkeypatch: pytest.MonkeyPatch, times: int = 1, label: str = "training") -> None:
     """Sends Ctrl-C to this process, in the second step of the training of that label."""
-    module = DEMOS[name].module
-    original: Callable[..., Any] = module.train
 
-    def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Any:
+    def train(*args: Any, stop: Callable[[], bool], **options: Any) -> Outcome:
         calls = 0
 
         def stop_later() -> bool:
             nonlocal calls
             calls += 1
-            interrupts = calls == 2 and options.get("label", "training") == label
-            for _ in range(times if interrupts else 0):
+            for _ in range(times if calls == 2 and options["label"] == label else 0):
                 signal.raise_signal(signal.SIGINT)
             return stop()
 
-        return original(*args, stop=stop_later, **options)
+        return loop.train(*args, stop=stop_later, **options)
 
-    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(runner, "train", train)
 
 
 @EACH
@@ -169,9 +289,8 @@ def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    interrupt(monkeypatch, name)
-    compare = ["--compare"] if name in COMPARES else []
-    assert run_demo(name, tmp_path, *compare) == 130
+    interrupt(monkeypatch)
+    assert run_demo(name, tmp_path, *compare_of(name)) == 130
     assert signal.getsignal(signal.SIGINT) is before
     assert "the results so far are saved" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
@@ -183,16 +302,16 @@ def test_ctrl_c_ends_training_after_a_whole_step_and_saves_what_there_is(
 def test_a_second_ctrl_c_ends_at_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupt(monkeypatch, name, times=2)
+    interrupt(monkeypatch, times=2)
     assert run_demo(name, tmp_path) == 130
     assert "interrupted by Ctrl-C" in capsys.readouterr().err and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", sorted(COMPARES))
-def test_ctrl_c_in_the_comparison_keeps_the_trained_vectors(
+@COMPARED
+def test_ctrl_c_in_the_comparison_keeps_the_trained_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    interrupt(monkeypatch, name, label="plain torch")
+    interrupt(monkeypatch, label="plain torch")
     assert run_demo(name, tmp_path, "--compare") == 130
     assert "before the comparison was complete" in capsys.readouterr().out
     assert sorted(os.listdir(tmp_path)) == [*DEMOS[name].files]
@@ -220,8 +339,12 @@ WRONG = [
         )
     ),
     *((name, "--lr -1", "Invalid learning rate") for name in DEMOS),
-    *((name, f"{DEMOS[name].option} /no/such/file", "/no/such/file") for name in DEMOS),
-    *((name, "--seed -1", BAD_SEED) for name in ("glove", "ncf", "dlrm")),
+    *(
+        (name, f"{d.option} /no/such/file", "/no/such/file")
+        for name, d in DEMOS.items()
+        if d.option
+    ),
+    *((name, "--seed -1", BAD_SEED) for name in DEMOS),
     ("glove", f"--seed {1 << 32}", "seed must be from 0 to 2^32 - 1, got 4294967296"),
     ("word2vec", "--held-out 1", "held_out must be at least 0 and below 1, got 1.0"),
     *((name, "--stored float16 --compare", PLAIN_16_BITS) for name in ("word2vec", "dlrm")),
@@ -233,6 +356,8 @@ WRONG = [
         f"--ratings {__file__}",
         "test_commands.py, line 1: expected numbers separated by tabs",
     ),
+    ("experts", "--active 4", "active must be at most 3, got 4"),
+    ("experts", "--resident 7", "resident must be at most 6, got 7"),
     ("dlrm", "--held-out 0", "held_out must be above 0 and below 1, got 0.0"),
     ("dlrm", "--optimizer Adam --compare", "--compare requires Adagrad or SGD, got Adam"),
     ("dlrm", f"--clicks {__file__}", "test_commands.py, line 1: expected 40 fields"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from safetensors.torch import load_file
 
 import speedtorch
 from demos import dlrm_run
+from demos.batches import Outcome
 from demos.click_batches import ClickBatches
 from demos.criteo import Clicks, read_clicks, write_clicks
-from demos.dlrm import DLRM, Outcome, held_out_score, train
+from demos.dlrm import DLRM, held_out_score
+from demos.loop import train
 from demos.settings import make_optimizer
 from speedtorch.__main__ import main
 
@@ -171,44 +174,11 @@ def test_training_raises_the_auc_clearly_above_chance(tmp_path: Path) -> None:
     assert after.auc > 0.65 and after.normalised_entropy < min(0.98, before.normalised_entropy)
 
 
-@pytest.mark.usefixtures("on_a_terminal")
-def test_the_report_tells_all_that_was_promised_and_the_comparison_finds_the_same_bits(
-    clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "new" / "folder"
-    assert run_demo("dlrm", out, "--compare") == 0
-    assert sorted(os.listdir(out)) == [*DEMOS["dlrm"].files]
-    printed = capsys.readouterr()
-    for start in ("clicks ", "time ", "loss ", "AUC ", "entropy ", "tables ", "peak ", "saved "):
-        assert f"\n{start}" in f"\n{printed.out}"
-    assert "steps/s" in printed.out and "comparison bitwise identical" in printed.out
-    assert "training: 100%" in printed.err and "plain torch: 100%" in printed.err
-    found = facts(out)
-    assert found["training"]["samples"] == 5400 and found["training"]["finished"]
-    # 26 tables of 100 rows of 4 numbers, and Adagrad keeps one more of each.
-    assert found["table_bytes"] == 26 * 100 * 4 * 4 * 2
-    assert found["plain_torch"]["identical"] and found["plain_torch"]["farthest"] == 0
-    for name in ("auc", "normalised_entropy"):
-        assert found["plain_torch"][name] == found["after"][name]
+def test_the_saved_model_scores_as_the_report_says(clicks: Clicks, tmp_path: Path) -> None:
+    assert run_demo("dlrm", tmp_path) == 0
     model = DLRM(100, 4)
-    model.load_state_dict(load_file(out / "model.safetensors"))
-    assert held_out_score(model, clicks.split(0.1)[1]).auc == found["after"]["auc"]
-
-
-def test_compare_notices_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = partial(make_optimizer, "SGD", 0.1)
-    monkeypatch.setattr(dlrm_run, "make_optimizer", lambda name, lr, p: other(p))
-    original = dlrm_run.train
-
-    def train(*args: Any, ahead: bool = True, **how: Any) -> Outcome:
-        outcome = original(*args, ahead=ahead, **how)
-        if not ahead:
-            args[0].bags.embedding_bags["C9"].weight.data[7] += 1
-        return outcome
-
-    monkeypatch.setattr(dlrm_run, "train", train)
-    assert run_demo("dlrm", tmp_path, "--compare") == 1
-    assert not facts(tmp_path)["plain_torch"]["same"]
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert asdict(held_out_score(model, clicks.split(0.1)[1])) == facts(tmp_path)["after"]
 
 
 def test_without_a_file_one_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

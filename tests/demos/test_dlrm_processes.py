@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from warm_python import finished, warm_python
 
 import speedtorch
-from demos import dlrm, dlrm_run
+from demos import dlrm, dlrm_run, runner
 from demos.click_batches import ClickBatches
 from demos.criteo import Clicks, read_clicks, write_clicks
-from demos.dlrm import DLRM, held_out_score, train
+from demos.dlrm import DLRM, held_out_score
+from demos.loop import train
 from demos.processes import SINGLE_PROCESS, Processes, join_torchrun
 from speedtorch.__main__ import main
 
@@ -59,7 +59,7 @@ def test_clicks_are_read_after_the_first_process_has_written_them(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    clicks = Clicks(np.float32([0, 1]), np.zeros((2, 13)), np.zeros((2, 26)))
+    clicks = Clicks(np.float32([0, 1, 1, 0]), np.zeros((4, 13)), np.zeros((4, 26)))
 
     def read(*_: Any, **__: Any) -> Clicks:
         calls.append("read")
@@ -68,7 +68,10 @@ def test_clicks_are_read_after_the_first_process_has_written_them(
     monkeypatch.setattr(dlrm_run, "write_clicks", lambda *_, **__: calls.append("write"))
     monkeypatch.setattr(dlrm_run, "read_clicks", read)
     monkeypatch.setattr(Processes, "wait", lambda _: calls.append("wait"))
-    assert dlrm_run._read(dlrm_run.Settings(out=tmp_path), Processes(rank, 2)) is clicks
+    monkeypatch.setattr(Processes, "distribute", lambda _, model, loss: loss)
+    settings = dlrm_run.Settings(out=tmp_path, rows=ROWS, dim=DIM, held_out=0.5)
+    demo = dlrm_run.DLRMDemo(settings, torch.device("cpu"), Processes(rank, 2))
+    assert demo.batches().examples == 2
     assert calls == ["write", "wait", "read"][rank:]
 
 
@@ -94,7 +97,7 @@ def test_torchrun_trains_scores_and_saves_what_one_process_does(tmp_path: Path) 
     first = copy.deepcopy(model.state_dict())
     outcome = train(model, optimizer, batches)
     found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert found["processes"] == 2 and found["training"]["samples"] == outcome.samples
+    assert found["processes"] == 2 and found["training"]["examples"] == outcome.examples
     assert found["table_bytes"] == sum(embedding.table.nbytes for embedding in model.embeddings())
     assert found["training"]["losses"] == pytest.approx(outcome.losses, rel=CLOSE)
     expected = held_out_score(model, held)
@@ -140,7 +143,7 @@ def check_score_and_stop() -> None:
 
     batches = ClickBatches(clicks, ROWS, batch=2, processes=processes)
     outcome = train(model, optimizer, batches, loss_of=loss_of, processes=processes, stop=stop)
-    assert (outcome.steps, outcome.samples, outcome.finished) == (3, 6, False)
+    assert (outcome.steps, outcome.examples, outcome.finished) == (3, 6, False)
 
 
 @pytest.mark.examples
@@ -159,16 +162,19 @@ def test_the_shares_of_a_batch_are_the_batch() -> None:
     assert sizes == [[2, 2, 1], [2, 2, 1], [1, 0, 0]]
 
 
-def test_a_comparison_is_for_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "what"), [("dlrm --compare", "--compare"), ("glove", "this demonstration")]
+)
+def test_what_is_for_one_process_is_refused_for_two(
+    options: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    @contextmanager
-    def two(device: torch.device) -> Iterator[Processes]:
-        yield Processes(0, 2)
-
-    monkeypatch.setattr(dlrm_run, "join_torchrun", two)
-    assert main(["demo", "dlrm", "--device", "cpu", "--out", str(tmp_path), "--compare"]) == 2
-    assert "--compare requires one process, got 2. Omit torchrun" in capsys.readouterr().err
+    monkeypatch.setattr(runner, "join_torchrun", lambda device: nullcontext(Processes(0, 2)))
+    assert main(["demo", *options.split(), "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert f"{what} requires one process, got 2. Omit torchrun" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
 
 

@@ -14,11 +14,12 @@ from topics import TOPIC_OF, topic_passages
 from torch import nn
 
 import speedtorch
-from demos.cooccurrence import Cooccurrence, count_cooccurrence
+from demos.batches import Outcome
+from demos.cooccurrence import Cooccurrence, PairBatches, count_cooccurrence
 from demos.corpus import Corpus
 from demos.evaluate import nearest_neighbours
-from demos.glove import GloVe, Outcome, train
-from demos.glove_batches import PairBatches
+from demos.glove import GloVe
+from demos.loop import train
 from demos.settings import make_optimizer
 
 TABLES = ("target", "context", "target_bias", "context_bias")
@@ -54,7 +55,7 @@ def trained(
 ) -> Trained:
     """A trained model; `plain` has torch's own embeddings with all rows instead of ours."""
     model = GloVe(70, dim, x_max=20, device=device)
-    model.reset_parameters(seed=5)
+    model.draw_rows(seed=5)
     if plain:
         for side in TABLES:
             rows = getattr(model, side).table["weight"].clone().to(device)
@@ -78,7 +79,7 @@ def all_rows(model: GloVe, side: str) -> torch.Tensor:
 
 def test_the_loss_is_that_of_the_paper() -> None:
     model = GloVe(3, 2, x_max=10, alpha=0.5)
-    model.reset_parameters(seed=0)
+    model.draw_rows(seed=0)
     pairs = Cooccurrence(np.array([2, 0]), np.array([1, 0]), np.array([40, 2.5], np.float32))
     batch = next(iter(PairBatches(pairs, batch=2)))
     w, c, b, d = (all_rows(model, side).double() for side in TABLES)
@@ -90,7 +91,7 @@ def test_the_loss_is_that_of_the_paper() -> None:
 def test_first_values_depend_on_the_seed_alone() -> None:
     one, same, other = (GloVe(9, 4) for _ in range(3))
     for model, seed in ((one, 1), (same, 1), (other, 2)):
-        model.reset_parameters(seed)
+        model.draw_rows(seed)
     for side in TABLES:
         rows = all_rows(one, side)
         assert torch.equal(rows, all_rows(same, side))
@@ -116,7 +117,7 @@ def test_training_lowers_the_loss_and_finds_the_topics(
     corpus: Corpus, pairs: Cooccurrence, device: str
 ) -> None:
     model, outcome, _optimizer = trained(pairs, device=device, epochs=40)
-    assert outcome.finished and outcome.pairs == 40 * len(pairs)
+    assert outcome.finished and outcome.examples == 40 * len(pairs)
     assert outcome.losses[-1] < 0.3 * outcome.losses[0]
     own = [i for i, word in enumerate(corpus.words) if word in TOPIC_OF]
     near = nearest_neighbours(model.vectors, corpus.words, own, number=3)
@@ -157,28 +158,6 @@ def test_on_a_gpu_the_loss_is_that_of_torchs_embeddings(pairs: Cooccurrence) -> 
 
 # ------------------------------------------------------------------------------------------------
 # The command
-
-
-@pytest.mark.usefixtures("on_a_terminal")
-def test_the_report_tells_all_that_was_promised(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "new" / "folder"
-    assert run_demo("glove", out) == 0
-    printed = capsys.readouterr()
-    for start in ("text ", "pairs ", "time ", "loss ", "tables ", "peak ", "nearest", "saved "):
-        assert f"\n{start}" in f"\n{printed.out}"
-    assert "counting: 100%" in printed.err and "training: 100%" in printed.err
-    assert "pairs/s" in printed.err and "loss" in printed.err
-    found = facts(out)
-    assert found["training"]["steps"] == 60 and found["training"]["finished"]
-    assert found["training"]["losses"][-1] < found["training"]["losses"][0]
-    assert found["memory"] == speedtorch.info().default_memory and found["device"] == "cpu"
-    assert found["settings"]["dim"] == 8 and found["words"] == 70 and found["pairs"] > 70
-    # Adagrad keeps as many numbers as it trains: two vectors and two biases for each word.
-    assert found["table_bytes"] == 70 * 2 * 2 * (8 + 1) * 4
-    assert found["peak_gpu_bytes"] is None and found["peak_host_bytes"] > found["table_bytes"]
-    assert len(found["neighbours"]) == 8
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from warm_python import warm_python
 
 import speedtorch
-from demos import word2vec
+from demos import command as demo_command
 from demos.settings import make_optimizer, optimizer_names
 from speedtorch import __main__ as command
 from speedtorch.__main__ import main
@@ -111,10 +111,10 @@ def test_a_wrong_argument_is_reported(
 def test_what_does_not_fit_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def run(settings: object) -> int:
+    def run(kind: object, settings: object) -> int:
         raise error
 
-    monkeypatch.setattr(word2vec, "run", run)
+    monkeypatch.setattr(demo_command, "run", run)
     assert command.main(["demo", "word2vec"]) == 2
     assert capsys.readouterr().err == "speedtorch: no such\n"
 
@@ -122,10 +122,10 @@ def test_what_does_not_fit_is_one_line_and_status_2(
 def test_ctrl_c_before_training_is_status_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(settings: object) -> int:
+    def run(kind: object, settings: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(word2vec, "run", run)
+    monkeypatch.setattr(demo_command, "run", run)
     assert command.main(["demo", "word2vec"]) == 130
     assert capsys.readouterr().err == "speedtorch: interrupted by Ctrl-C\n"
 

@@ -71,8 +71,8 @@ def test_batches_have_the_requested_size_and_the_last_one_the_rest() -> None:
 
 
 def test_the_same_seed_yields_the_same_batches() -> None:
-    one, other = (PairStream(random_corpus(), batch=64, seed=5) for _ in range(2))
-    for left, right in zip(one.batches(epochs=2), other.batches(epochs=2), strict=True):
+    one, other = (PairStream(random_corpus(), batch=64, seed=5, epochs=2) for _ in range(2))
+    for left, right in zip(one, other, strict=True):
         assert same(left, right)
 
 
@@ -85,8 +85,8 @@ def test_another_seed_or_epoch_yields_different_batches(what: str) -> None:
 
 def test_held_out_words_are_never_trained_on_and_pairs_do_not_reach_over_them() -> None:
     corpus = numbered_corpus(3000)
-    stream = PairStream(corpus, window=5, sample=0, held_out=0.3, batch=512)
-    trained = pairs_of(stream.batches(epochs=4))
+    stream = PairStream(corpus, window=5, sample=0, held_out=0.3, batch=512, epochs=4)
+    trained = pairs_of(stream)
     held = stream.held_out_pairs()
     words_trained = {word for pair in trained for word in pair}
     words_held = {*held.centre.tolist(), *held.context.tolist()}
@@ -114,8 +114,8 @@ def test_without_held_out_text_there_are_no_pairs_to_score() -> None:
 
 def test_frequent_words_are_dropped_and_rare_ones_kept() -> None:
     corpus = random_corpus()
-    stream = PairStream(corpus, window=1, sample=1e-2, held_out=0)
-    seen = Counter(pair[0] for pair in pairs_of(stream.batches(epochs=20)))
+    stream = PairStream(corpus, window=1, sample=1e-2, held_out=0, epochs=20)
+    seen = Counter(pair[0] for pair in pairs_of(stream))
     share = corpus.counts / corpus.counts.sum()
     keep = np.minimum(1, np.sqrt(1e-2 / share) + 1e-2 / share)
     kept = np.array([seen[i] for i in range(len(corpus.words))]) / (corpus.counts * 2 * 20)
@@ -125,8 +125,8 @@ def test_frequent_words_are_dropped_and_rare_ones_kept() -> None:
 
 def test_negatives_follow_the_frequencies_to_the_power_of_three_quarters() -> None:
     corpus = random_corpus()
-    stream = PairStream(corpus, negatives=20, batch=1000)
-    drawn = torch.cat([b.negative.flatten() for b in stream.batches(epochs=3)])
+    stream = PairStream(corpus, negatives=20, batch=1000, epochs=3)
+    drawn = torch.cat([b.negative.flatten() for b in stream])
     found = np.bincount(drawn.numpy(), minlength=len(corpus.words)) / len(drawn)
     expected = corpus.counts**0.75 / (corpus.counts**0.75).sum()
     assert np.abs(found - expected).max() < 0.004
@@ -144,11 +144,10 @@ def test_a_long_text_is_worked_through_in_blocks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_batches_end_at_the_limit_of_steps_or_epochs() -> None:
-    stream = PairStream(random_corpus(), batch=64)
-    per_epoch = len(list(stream.epoch(0)))
-    assert len(list(stream.batches(steps=3))) == 3
-    assert len(list(stream.batches(steps=per_epoch + 1))) == per_epoch + 1
-    assert list(stream.batches(epochs=2))[-1].progress == 2.0
+    per_epoch = len(list(PairStream(random_corpus(), batch=64)))
+    for steps in (3, per_epoch + 1):
+        assert len(list(PairStream(random_corpus(), batch=64, steps=steps))) == steps
+    assert list(PairStream(random_corpus(), batch=64, epochs=2))[-1].progress == 2.0
 
 
 def test_a_batch_moves_to_a_device_as_it_is(device: str) -> None:

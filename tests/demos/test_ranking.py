@@ -56,8 +56,9 @@ def pairs_of(batches: list[RatingBatch]) -> tuple[list[int], list[int]]:
 
 def test_an_epoch_has_each_rating_once_and_no_rated_negatives() -> None:
     stream = BatchStream(SPLIT, ITEMS, batch=100, negatives=3, seed=1)
-    batches = list(stream.batches(1))
-    assert sum(map(len, batches)) == len(stream) == len(RATINGS) - 60
+    batches = list(stream)
+    assert sum(map(len, batches)) == stream.examples == len(RATINGS) - 60
+    assert len(batches) == len(stream)
     rated, negatives = pairs_of(batches)
     assert sorted(rated) == sorted((SPLIT.user * ITEMS + SPLIT.item).tolist())
     assert len(negatives) == 3 * len(rated) and not set(negatives) & set(rated)
@@ -68,7 +69,7 @@ def test_an_epoch_has_each_rating_once_and_no_rated_negatives() -> None:
 def test_every_item_that_a_user_has_not_rated_is_drawn_as_often() -> None:
     ratings = Ratings.from_columns([0, 0, 1, 1], [0, 1, 2, 3], range(4))
     split = leave_one_out(ratings)
-    (batch,) = BatchStream(split, 50, negatives=2000).batches(1)
+    (batch,) = BatchStream(split, 50, negatives=2000)
     for user, items in zip(batch.user.tolist(), batch.item, strict=True):
         counts = torch.bincount(items[1:], minlength=50)
         assert counts[2 * user] == 0
@@ -78,7 +79,7 @@ def test_every_item_that_a_user_has_not_rated_is_drawn_as_often() -> None:
 
 def test_batches_depend_on_seed_and_epoch_alone() -> None:
     def batches(seed: int) -> list[RatingBatch]:
-        return list(BatchStream(SPLIT, ITEMS, seed=seed).batches(2))
+        return list(BatchStream(SPLIT, ITEMS, seed=seed, epochs=2))
 
     one, same, other = batches(1), batches(1), batches(2)
     assert all(torch.equal(a.item, b.item) for a, b in zip(one, same, strict=True))
@@ -89,7 +90,7 @@ def test_batches_depend_on_seed_and_epoch_alone() -> None:
 def test_a_user_who_rated_everything_does_not_stop_the_drawing() -> None:
     ratings = Ratings.from_columns([0] * 5 + [1], [0, 1, 2, 3, 4, 0], range(6))
     split = leave_one_out(ratings)
-    assert [len(batch) for batch in BatchStream(split, 4).batches(2)] == [5, 5]
+    assert [len(batch) for batch in BatchStream(split, 4, epochs=2)] == [5, 5]
 
 
 def test_candidates_are_a_held_out_item_and_99_that_the_user_did_not_rate() -> None:

@@ -14,12 +14,14 @@ from torch import nn
 
 import speedtorch
 from demos import evaluate
+from demos.batches import Outcome
 from demos.corpus import Corpus
 from demos.evaluate import content_words, held_out_score, nearest_neighbours
+from demos.loop import train
 from demos.pairs import Batch, HeldOut, PairStream
 from demos.plain import RowOptimizer
 from demos.settings import make_optimizer, optimizer_names
-from demos.skipgram import SIDES, Outcome, SkipGram, first_values, train
+from demos.skipgram import SIDES, SkipGram
 
 REFUSED = ("Adafactor", "LBFGS", "Muon")
 
@@ -51,7 +53,7 @@ def ours(
     model = SkipGram(u, v)
     optimizer = make_optimizer(name, lr, model.parameters())
     speedtorch.attach(optimizer, model)
-    first_values(u, v, seed=seed)
+    model.draw_rows(seed)
     return Ours(model, optimizer, dict(zip(SIDES, (u.table, v.table), strict=True)))
 
 
@@ -63,14 +65,14 @@ def all_rows(model: SkipGram) -> list[torch.Tensor]:
 def trained_both_ways(
     corpus: Corpus, name: str, dim: int, device: str, memory: str, *, ahead: bool = True
 ) -> tuple[SkipGram, SkipGram, Outcome, Outcome]:
-    stream = PairStream(corpus, batch=128, sample=0.05)
+    stream = PairStream(corpus, batch=128, sample=0.05, steps=50)
     model, optimizer, _ = ours(len(corpus.words), dim, name, device=device, memory=memory, seed=1)
     first, sparse = all_rows(model), name == "SparseAdam"
-    outcome = train(model, optimizer, stream, steps=50, ahead=ahead)
+    outcome = train(model, optimizer, stream, ahead=ahead)
     tables = (nn.Embedding.from_pretrained(f, freeze=False, sparse=sparse) for f in first)
     plain = SkipGram(*tables).to(device)
     rows = RowOptimizer(plain, partial(make_optimizer, name, None))
-    return model, plain, outcome, train(plain, rows, stream, steps=50, ahead=False)
+    return model, plain, outcome, train(plain, rows, stream, ahead=False)
 
 
 @pytest.mark.slow
@@ -90,14 +92,14 @@ def test_the_numbers_are_the_very_ones_of_plain_torch(
 @pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
 def test_the_plain_rule_is_that_of_torchs_own_optimizers(corpus: Corpus, name: str) -> None:
     """SparseAdam skips the other rows; dense SGD and Adagrad leave rows without gradient alone."""
-    stream, sparse = PairStream(corpus, batch=128, sample=0.05), name == "SparseAdam"
+    stream, sparse = PairStream(corpus, batch=128, sample=0.05, steps=50), name == "SparseAdam"
     make = partial(make_optimizer, name, None)
     first = all_rows(ours(len(corpus.words), 8).model)
     models, outcomes = [], []
     for kind in (RowOptimizer, lambda model, make: make(model.parameters())):
         tables = (nn.Embedding(*f.shape, _weight=f.clone(), sparse=sparse) for f in first)
         models.append(SkipGram(*tables))
-        outcomes.append(train(models[-1], kind(models[-1], make), stream, steps=50, ahead=False))
+        outcomes.append(train(models[-1], kind(models[-1], make), stream, ahead=False))
     for rows, expected in zip(*map(all_rows, models), strict=True):
         assert torch.equal(rows, expected)
     assert outcomes[0].losses == outcomes[1].losses
@@ -142,18 +144,17 @@ def test_gradients_of_a_word_that_occurs_twice_add_up(device: str) -> None:
 @pytest.mark.examples
 @pytest.mark.usefixtures("one_thread")
 def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
-    stream = PairStream(corpus, batch=128, sample=0)
+    stream = PairStream(corpus, batch=128, sample=0, epochs=8)
     model, optimizer, _ = ours(len(corpus.words), 16, device=device)
     held = stream.held_out_pairs()
     before = held_out_score(model, held)
-    outcome = train(model, optimizer, stream, epochs=8)
+    outcome = train(model, optimizer, stream)
     after = held_out_score(model, held)
     assert before is not None and before.auc == 0.5
     assert after is not None and after.auc > 0.7 and len(held) == after.pairs
     assert outcome.losses[-1] < 0.9 * outcome.losses[0]
     own = [i for i, word in enumerate(corpus.words) if word in TOPIC_OF]
-    vectors = partial(model.rows, SIDES[0])
-    near = nearest_neighbours(vectors, corpus.words, own, number=3)
+    near = nearest_neighbours(model.vectors, corpus.words, own, number=3)
     right = [TOPIC_OF.get(other) == TOPIC_OF[word] for word in near for other in near[word]]
     assert sum(right) / len(right) > 0.9
 
@@ -161,9 +162,9 @@ def test_training_finds_the_topics(corpus: Corpus, device: str) -> None:
 def test_what_is_counted_is_what_was_done(corpus: Corpus) -> None:
     stream = PairStream(corpus, batch=128)
     model, optimizer, tables = ours(len(corpus.words), 4, memory="plain")
-    outcome = train(model, optimizer, stream, epochs=1)
+    outcome = train(model, optimizer, stream, unit="words")
     batches = list(stream.epoch(0))
-    assert outcome.steps == len(batches) and outcome.pairs == sum(map(len, batches))
+    assert outcome.steps == len(batches) and outcome.examples == sum(map(len, batches))
     assert outcome.words == stream.words and outcome.finished
     # A record is a weight and two states of 4 float32.
     assert sum(table.nbytes for table in tables.values()) == 2 * len(corpus.words) * 3 * 4 * 4
@@ -183,7 +184,7 @@ def test_the_learning_rate_falls_in_a_straight_line(corpus: Corpus) -> None:
         rates.append(optimizer.param_groups[0]["lr"])
         return False
 
-    train(model, optimizer, PairStream(corpus, batch=64), steps=4, stop=stop)
+    train(model, optimizer, PairStream(corpus, batch=64, steps=4), last_rate=0.01, stop=stop)
     assert rates == [0.5, 0.375, 0.25, 0.125]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from demos.batches import Batch, Ids, ShuffledBatches
 from demos.criteo import CATEGORIES, Clicks
 from demos.processes import SINGLE_PROCESS, Processes
 from demos.settings import check_least
@@ -18,7 +18,7 @@ __all__ = ["ClickBatch", "ClickBatches"]
 
 
 @dataclass(frozen=True, eq=False)
-class ClickBatch:
+class ClickBatch(Batch):
     """A batch of advertisements on the CPU, or one process's part of a batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class ClickBatch:
     def of(
         cls,
         clicks: Clicks,
-        pick: slice | npt.NDArray[np.int64],
+        pick: slice | Ids,
         rows: int,
         size: int | None = None,
     ) -> ClickBatch:
@@ -59,11 +59,10 @@ class ClickBatch:
         return self.size
 
 
-class ClickBatches:
-    """All clicks, epoch after epoch, each epoch in its own order, which the seed determines.
+class ClickBatches(ShuffledBatches):
+    """All clicks, epoch after epoch.
 
-    Every iteration yields the same batches; the last batch of an epoch may be smaller. With several
-    processes, each process receives its part of every batch, which may be empty.
+    With several processes, each process receives its part of every batch, which may be empty.
 
     Example:
         >>> clicks = Clicks(np.zeros(5), np.zeros((5, 13)), np.full((5, 26), 12))
@@ -72,30 +71,13 @@ class ClickBatches:
     """
 
     def __init__(
-        self,
-        clicks: Clicks,
-        rows: int,
-        *,
-        batch: int = 1024,
-        epochs: int = 1,
-        seed: int = 0,
-        processes: Processes = SINGLE_PROCESS,
+        self, clicks: Clicks, rows: int, *, processes: Processes = SINGLE_PROCESS, **how: Any
     ) -> None:
-        check_least(1, rows=rows, batch=batch, epochs=epochs)
-        check_least(0, seed=seed)
-        self._clicks, self._rows = clicks, rows
-        self._batch, self._epochs, self._seed = batch, epochs, seed
-        self._processes = processes
+        """`how` are arguments of Batches."""
+        super().__init__(len(clicks), **how)
+        check_least(1, rows=rows)
+        self._clicks, self._rows, self._processes = clicks, rows, processes
 
-    def __len__(self) -> int:
-        """The number of batches of all epochs."""
-        return self._epochs * -(-len(self._clicks) // self._batch)
-
-    def __iter__(self) -> Iterator[ClickBatch]:
-        """Yields this process's part of each batch."""
-        for epoch in range(self._epochs):
-            order = np.random.default_rng([self._seed, epoch]).permutation(len(self._clicks))
-            for begin in range(0, len(order), self._batch):
-                pick = order[begin : begin + self._batch]
-                part = self._processes.share(pick)
-                yield ClickBatch.of(self._clicks, part, self._rows, len(pick))
+    def _make(self, pick: Ids, random: np.random.Generator) -> ClickBatch:
+        part = self._processes.share(pick)
+        return ClickBatch.of(self._clicks, part, self._rows, len(pick))

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from types import ModuleType
 
-from demos import dlrm_run, experts, glove_run, ncf, word2vec
+from demos.dlrm_run import DLRMDemo
+from demos.experts import ExpertsDemo
+from demos.glove_run import GloVeDemo
+from demos.ncf import NCF
+from demos.runner import Demo, run
 from demos.session import STOPPED
 from demos.settings import add_arguments
+from demos.word2vec import Word2Vec
 
-__all__ = ["add_demos", "run_demo"]
+__all__ = ["DEMOS", "add_demos", "run_demo"]
 
 _WRONG_USE = 2
-# Each module has HELP, ABOUT, Settings and run.
-_DEMOS: dict[str, ModuleType] = {
-    "word2vec": word2vec,
-    "glove": glove_run,
-    "ncf": ncf,
-    "dlrm": dlrm_run,
-    "experts": experts,
+DEMOS: dict[str, type[Demo]] = {
+    "word2vec": Word2Vec,
+    "glove": GloVeDemo,
+    "ncf": NCF,
+    "dlrm": DLRMDemo,
+    "experts": ExpertsDemo,
 }
 
 
 def add_demos(parser: ArgumentParser) -> None:
     """Adds one subcommand per demonstration to the command `demo`."""
     demos = parser.add_subparsers(dest="demo", required=True)
-    for name, module in _DEMOS.items():
-        added = demos.add_parser(name, help=module.HELP, description=module.ABOUT)
-        add_arguments(added, module.Settings)
+    for name, kind in DEMOS.items():
+        added = demos.add_parser(name, help=kind.summary, description=kind.__doc__)
+        add_arguments(added, kind.settings_type)
 
 
 def run_demo(chosen: Namespace) -> int:
     """Runs the selected demonstration and returns the exit status."""
     choices = {name: value for name, value in vars(chosen).items() if name != "command"}
-    module = _DEMOS[choices.pop("demo")]
+    kind = DEMOS[choices.pop("demo")]
     try:
-        status: int = module.run(module.Settings(**choices))
-        return status
+        return run(kind, kind.settings_type(**choices))
     except (ValueError, OSError, MemoryError) as error:
         print(f"speedtorch: {error}", file=sys.stderr)
         return _WRONG_USE

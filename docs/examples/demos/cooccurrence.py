@@ -1,20 +1,23 @@
-"""Counts of word pairs within a window, which GloVe (Pennington et al., 2014) fits."""
+"""Counts of word pairs within a window, which GloVe (Pennington et al., 2014) fits in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from demos.batches import Batch, Ids, ShuffledBatches
 from demos.corpus import Corpus
 from demos.settings import check_least
 
-__all__ = ["Cooccurrence", "count_cooccurrence"]
+__all__ = ["Cooccurrence", "PairBatch", "PairBatches", "count_cooccurrence"]
 
-_Ids = npt.NDArray[np.int64]
 _Sums = npt.NDArray[np.float64]
 
 _BLOCK_PAIRS = 1 << 22  # bounds the memory for pairs that are not summed yet
@@ -30,8 +33,8 @@ class Cooccurrence:
         counts: `[P]` float32, above 0; `(i, j)` and `(j, i)` have the same count.
     """
 
-    rows: _Ids
-    columns: _Ids
+    rows: Ids
+    columns: Ids
     counts: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -55,7 +58,7 @@ def count_cooccurrence(
     """
     check_least(1, window=window)
     words = len(corpus.words)
-    parts: list[tuple[_Ids, _Sums]] = []
+    parts: list[tuple[Ids, _Sums]] = []
     hidden = True if label is None else None  # None: tqdm shows the bar only on a terminal
     with tqdm(total=len(corpus), desc=label, disable=hidden, unit=" words") as bar:
         for read, keys, weights in _blocks(corpus, window):
@@ -82,7 +85,7 @@ def count_cooccurrence(
     return Cooccurrence(rows, columns, np.concatenate([counts, counts[apart]])[order])
 
 
-def _blocks(corpus: Corpus, window: int) -> Iterator[tuple[int, _Ids, _Sums]]:
+def _blocks(corpus: Corpus, window: int) -> Iterator[tuple[int, Ids, _Sums]]:
     """Yields blocks: the number of words, one key per pair, and the weights of the pairs."""
     length, words = len(corpus), len(corpus.words)
     if not length:
@@ -107,11 +110,51 @@ def _blocks(corpus: Corpus, window: int) -> Iterator[tuple[int, _Ids, _Sums]]:
         yield stop - start, np.concatenate(keys), np.concatenate(weights)
 
 
-def _added(keys: _Ids, weights: _Sums) -> tuple[_Ids, _Sums]:
+def _added(keys: Ids, weights: _Sums) -> tuple[Ids, _Sums]:
     """The unique keys, in ascending order, and the sums of their weights."""
     found, place = np.unique(keys, return_inverse=True)
     return found, np.bincount(place, weights, minlength=len(found)).astype(np.float64, copy=False)
 
 
-def _merged(a: tuple[_Ids, _Sums], b: tuple[_Ids, _Sums]) -> tuple[_Ids, _Sums]:
+def _merged(a: tuple[Ids, _Sums], b: tuple[Ids, _Sums]) -> tuple[Ids, _Sums]:
     return _added(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]]))
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch(Batch):
+    """Pairs of words and their counts.
+
+    Attributes:
+        rows: `[B]` int64 word ids.
+        columns: `[B]` int64 word ids.
+        counts: `[B]` float32.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        """The number of pairs."""
+        return len(self.counts)
+
+
+class PairBatches(ShuffledBatches):
+    """All pairs, epoch after epoch, on a device.
+
+    Example:
+        >>> pairs = Cooccurrence(np.arange(5), np.arange(5), np.ones(5, np.float32))
+        >>> [len(batch) for batch in PairBatches(pairs, batch=4, epochs=2)]
+        [4, 1, 4, 1]
+    """
+
+    def __init__(
+        self, pairs: Cooccurrence, *, device: torch.device | str = "cpu", **how: Any
+    ) -> None:
+        """`how` are arguments of Batches."""
+        super().__init__(len(pairs), **how)
+        self._pairs, self._device = pairs, torch.device(device)
+
+    def _make(self, pick: Ids, random: np.random.Generator) -> PairBatch:
+        columns = (self._pairs.rows, self._pairs.columns, self._pairs.counts)
+        return PairBatch(*(torch.from_numpy(c[pick]) for c in columns)).to(self._device)

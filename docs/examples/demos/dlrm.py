@@ -1,4 +1,4 @@
-"""DLRM (Naumov et al., 2019), with rows in host memory or in plain torch, and its training."""
+"""DLRM (Naumov et al., 2019), with rows in host memory or in plain torch, and its score."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from demos import loop
 from demos.auc import auc
-from demos.click_batches import ClickBatch, ClickBatches
+from demos.click_batches import ClickBatch
 from demos.criteo import CATEGORIES, NUMBERS, Clicks
 from demos.processes import SINGLE_PROCESS, Processes
 from demos.settings import check_least
 from speedtorch.nn.collection import EmbeddingBagCollection
-from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.table_config import EmbeddingBagConfig
 
-__all__ = ["DLRM", "Outcome", "PlainRows", "Score", "held_out_score", "train"]
+__all__ = ["DLRM", "PlainRows", "Score", "held_out_score"]
 
 # Widths of the hidden layers, sufficient for the generated clicks.
 _BOTTOM = (128, 64)
@@ -89,10 +88,6 @@ class DLRM(loop.Model):
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1), persistent=False)
         self.to(device)
 
-    def embeddings(self) -> list[RowModule]:
-        """The modules whose rows are in host memory."""
-        return [module for module in self.modules() if isinstance(module, RowModule)]
-
     def ids(self, batch: ClickBatch) -> dict[nn.Module, Any]:
         """The ids that a batch looks up, for speedtorch.prefetch."""
         return {self.bags: batch.ids}
@@ -130,28 +125,6 @@ def _perceptron(widths: Sequence[int]) -> nn.Sequential:
     for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-@dataclass
-class Outcome(loop.Outcome):
-    """The result of a training run."""
-
-    samples: int = 0
-    """Number of trained advertisements."""
-
-
-def train(model: DLRM, optimizer: loop.Optimizer, batches: ClickBatches, **how: Any) -> Outcome:
-    """Trains on all batches; `how` are options of loop.train."""
-    outcome = Outcome()
-
-    def track(batch: ClickBatch) -> float:
-        """Counts a batch; returns the progress in steps."""
-        outcome.samples += len(batch)
-        return outcome.steps
-
-    how = {"total": len(batches), "unit": "steps", "layout": loop.STEPS_LAYOUT, **how}
-    loop.train(model, optimizer, batches, outcome, track, **how)
-    return outcome
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from demos.auc import auc
 from demos.corpus import Corpus
 from demos.pairs import HeldOut
-from demos.skipgram import SkipGram
+from demos.skipgram import SIDES, SkipGram
 
 __all__ = ["Rows", "Score", "content_words", "held_out_score", "nearest_neighbours", "row_blocks"]
 
@@ -45,10 +45,7 @@ def held_out_score(model: SkipGram, held: HeldOut) -> Score | None:
     """Scores the vectors on held-out pairs; None if there are none."""
     if not len(held):
         return None
-    true, false = (
-        _dots(model, held.centre, held.context),
-        _dots(model, held.centre, held.shuffled),
-    )
+    true, false = (_dots(model, held.centre, ids) for ids in (held.context, held.shuffled))
     likelihood = -np.logaddexp(0, -true).mean() - np.logaddexp(0, false).mean()
     return Score(auc(true, false), float(likelihood), len(true))
 
@@ -57,13 +54,9 @@ def _dots(
     model: SkipGram, centre: npt.NDArray[np.int64], context: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Dot products `[P]` of centre and context rows, in double precision."""
-    found = [np.zeros(0)]
-    for start in range(0, len(centre), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        u = model.rows("u_embeddings", torch.from_numpy(centre[block])).double()
-        v = model.rows("v_embeddings", torch.from_numpy(context[block])).double()
-        found.append((u * v).sum(1).numpy())
-    return np.concatenate(found)
+    blocks = (torch.split(torch.from_numpy(ids), _BLOCK_ROWS) for ids in (centre, context))
+    pairs = (map(model.rows, SIDES, block) for block in zip(*blocks, strict=True))
+    return torch.cat([(u.double() * v.double()).sum(1) for u, v in pairs]).numpy()
 
 
 def content_words(corpus: Corpus, number: int) -> list[int]:
@@ -113,7 +106,6 @@ def _normalized(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1)
 
 
-def row_blocks(rows: Rows, words: int) -> Iterator[Tensor]:
-    """Yields all rows in blocks `[up to 16,384, D]`, so that no table is copied whole."""
-    for start in range(0, words, _BLOCK_ROWS):
-        yield rows(torch.arange(start, min(start + _BLOCK_ROWS, words)))
+def row_blocks(rows: Rows, words: int) -> Iterable[Tensor]:
+    """All rows, in blocks `[up to 16,384, D]`, so that no table is copied whole."""
+    return map(rows, torch.split(torch.arange(words), _BLOCK_ROWS))

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from demos import report
-from demos.comparison import compare_with_plain
-from demos.loop import STEPS_LAYOUT, Outcome
-from demos.session import DIFFERENT, choose_device, ended, interrupt, make_folder
+from demos import batches, loop
+from demos.batches import Outcome
+from demos.runner import Demo
 from demos.settings import CommonSettings, option
 from speedtorch.layers.host_init import host_init
 from speedtorch.layers.swapper import Swapper
 
-__all__ = ["ABOUT", "HELP", "Experts", "Settings", "run"]
-
-HELP = "a mixture of experts, of which few are on the device at a time"
-ABOUT = (
-    "Each expert learns its own function. A step uses a few experts. The weights and AdamW state "
-    "of the other experts are in host memory and are prefetched during the previous step."
-)
+__all__ = ["Experts", "ExpertsDemo", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CommonSettings):
     """All settings of a run, each with an option of the command line."""
 
+    optimizer: ClassVar[str] = "AdamW"
     out: Path = option(Path("experts"), "folder for the results", metavar="FOLDER")
     experts: int = option(32, "number of experts")
     active: int = option(2, "experts that a step uses")
@@ -42,13 +34,62 @@ class Settings(CommonSettings):
     batch: int = option(256, "examples of each expert in a step")
     steps: int = option(400, "steps of training")
     lr: float = option(0.003, "learning rate of AdamW")
-    compare: bool = option(
-        False, "also train with all experts on the device and compare", action="store_true"
-    )
+    compare: bool = option(False, "also train with all experts on the device and compare")
+
+    def __post_init__(self) -> None:
+        for name, most in (("active", self.resident), ("resident", self.experts)):
+            if (value := getattr(self, name)) > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
-class Experts(nn.Module):
+@dataclass(frozen=True, eq=False)
+class Batch(batches.Batch):
+    """Examples of several kinds.
+
+    Attributes:
+        kinds: the K kinds.
+        x: inputs `[K, B, width]`.
+        y: targets `[K, B, width]`.
+    """
+
+    kinds: list[int]
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        """The number of examples, `K * B`."""
+        return self.x.shape[:2].numel()
+
+
+class Batches(batches.Batches):
+    """Random examples; each kind has its own function to learn, and each step its own kinds."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        super().__init__(batch=settings.batch, steps=settings.steps, seed=settings.seed)
+        self._settings, self._device = settings, device
+        random = torch.Generator().manual_seed(settings.seed)
+        shape = (settings.experts, settings.width, settings.width)
+        self._functions = torch.randn(shape, generator=random) / settings.width**0.5
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Yields one batch."""
+        random = torch.Generator().manual_seed(self.seed + 2 * number)
+        order = torch.randperm(self._settings.experts, generator=random)
+        kinds = sorted(order[: self._settings.active].tolist())
+        random.manual_seed(self.seed + 2 * number + 1)
+        x = torch.randn((len(kinds), self.batch, self._settings.width), generator=random)
+        yield Batch(kinds, x, torch.tanh(x @ self._functions[kinds])).to(self._device)
+
+    def track(self, outcome: Outcome, batch: Batch) -> float:
+        """Returns the progress, from 0 to 1."""
+        return outcome.steps / self._settings.steps
+
+
+class Experts(loop.Model):
     """One small network per kind of example."""
+
+    averages = True
+    swapper: Swapper
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -58,153 +99,58 @@ class Experts(nn.Module):
             for _ in range(settings.experts)
         )
 
-    def loss(self, kinds: list[int], x: Tensor, y: Tensor) -> Tensor:
-        """Returns the mean squared error of examples `[kinds, batch, width]`."""
-        found = [self.experts[kind](rows) for kind, rows in zip(kinds, x, strict=True)]
-        return nn.functional.mse_loss(torch.stack(found), y)
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns the mean squared error."""
+        found = [self.experts[kind](rows) for kind, rows in zip(batch.kinds, batch.x, strict=True)]
+        return nn.functional.mse_loss(torch.stack(found), batch.y)
+
+    def prefetched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields batches while their experts, with their state, are on the device."""
+        for batch, following in itertools.pairwise(itertools.chain(batches, [None])):
+            assert batch is not None
+            with self.swapper.use(*(self.experts[kind] for kind in batch.kinds)):
+                if following:
+                    soon = (self.experts[kind] for kind in following.kinds)
+                    self.swapper.prefetch(*soon, state=True)
+                yield batch
 
 
-class Task:
-    """Random examples of several kinds; each kind has its own function to learn."""
+class ExpertsDemo(Demo):
+    """Each expert learns its own function.
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
-        random = torch.Generator().manual_seed(settings.seed)
-        shape = (settings.experts, settings.width, settings.width)
-        self._functions = torch.randn(shape, generator=random) / settings.width**0.5
-
-    def kinds(self, step: int) -> list[int]:
-        """The kinds of examples that a step uses."""
-        random = torch.Generator().manual_seed(self._settings.seed + 2 * step)
-        order = torch.randperm(self._settings.experts, generator=random)
-        return sorted(order[: self._settings.active].tolist())
-
-    def batch(self, step: int) -> tuple[list[int], Tensor, Tensor]:
-        """A step's kinds, and their inputs and targets `[kinds, batch, width]`."""
-        kinds = self.kinds(step)
-        random = torch.Generator().manual_seed(self._settings.seed + 2 * step + 1)
-        shape = (len(kinds), self._settings.batch, self._settings.width)
-        x = torch.randn(shape, generator=random)
-        y = torch.tanh(x @ self._functions[kinds])
-        return kinds, x.to(self._device), y.to(self._device)
-
-
-def train(
-    model: Experts,
-    optimizer: torch.optim.Optimizer,
-    swapper: Swapper | None,
-    task: Task,
-    steps: int,
-    stop: Callable[[], bool],
-    label: str,
-) -> Outcome:
-    """Trains; a swapper prefetches the next step's experts during each step."""
-    outcome = Outcome()
-    begin = time.perf_counter()
-    seen: list[Tensor] = []
-
-    def record_loss() -> None:
-        """Records the mean loss of the steps since the last call."""
-        if seen:
-            outcome.losses.append(torch.stack(seen).mean().item())
-            seen.clear()
-
-    bar: Any = tqdm(range(steps), desc=label, bar_format=STEPS_LAYOUT, disable=None)
-    for step in bar:
-        kinds, x, y = task.batch(step)
-        used = [model.experts[kind] for kind in kinds]
-        with nullcontext() if swapper is None else swapper.use(*used):
-            if swapper is not None and step + 1 < steps:
-                following = [model.experts[kind] for kind in task.kinds(step + 1)]
-                swapper.prefetch(*following, state=True)
-            optimizer.zero_grad()
-            loss = model.loss(kinds, x, y)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        seen.append(loss.detach())
-        outcome.steps += 1
-        if outcome.steps % 25 == 0:
-            record_loss()
-            bar.set_postfix(loss=f"{outcome.losses[-1]:.4f}")
-        if stop():
-            break
-    record_loss()
-    outcome.seconds = time.perf_counter() - begin
-    outcome.finished = outcome.steps == steps
-    return outcome
-
-
-def _new_experts(settings: Settings) -> Experts:
-    torch.manual_seed(settings.seed)
-    with host_init():
-        return Experts(settings)
-
-
-def run(settings: Settings) -> int:
-    """Trains, saves the model and prints a report.
-
-    Returns the exit status: 0, DIFFERENT if the comparison found a difference, or STOPPED if Ctrl-C
-    ended the training early. After Ctrl-C, the results so far are saved and reported.
-
-    Raises ValueError if a step uses more experts than fit on the device, or than there are.
+    A step uses a few experts. The weights and AdamW state of the other experts are in host memory
+    and are prefetched during the previous step.
     """
-    device = choose_device(settings)
-    for name, most in (("active", settings.resident), ("resident", settings.experts)):
-        if (value := getattr(settings, name)) > most:
-            raise ValueError(f"{name} must be at most {most}, got {value}")
-    make_folder(settings.out)
-    model, task = _new_experts(settings), Task(settings, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
-    # An expert's weight, its gradient and two states of AdamW, each aligned to 256 bytes.
-    nbytes = 4 * sum(param.nbytes + 256 for param in model.experts[0].parameters())
-    swapper = Swapper(model.experts, optimizer, device=device, budget=settings.resident * nbytes)
-    report.reset_gpu_peak(device)
-    with interrupt() as stop:
-        outcome = train(model, optimizer, swapper, task, settings.steps, stop, "training")
-        moved = swapper.report()
-        swapper.evict()
-        facts: dict[str, Any] = {
-            "settings": {**asdict(settings), "out": str(settings.out)},
-            "device": str(device),
-            "peak_gpu_bytes": report.peak_gpu_bytes(device),
-            "peak_host_bytes": report.peak_host_bytes(),
-            "training": asdict(outcome),
-            "units": asdict(moved),
-        }
-        if settings.compare and outcome.finished:
-            facts["plain"] = _compared(settings, device, model, task, outcome, stop)
-    lines = list(_lines(facts, str(moved)))
-    report.print_report(facts, report.save_model(settings.out, model, facts), lines)
-    if not facts.get("plain", {"same": True})["same"]:
-        return DIFFERENT
-    return ended(outcome.finished)
 
+    summary = "a mixture of experts, of which few are on the device at a time"
+    settings_type = Settings
+    settings: Settings
+    example, unit = "example", "steps"
 
-def _lines(facts: dict[str, Any], moved: str) -> Iterator[str]:
-    training = facts["training"]
-    first, last = (f"{training['losses'][place]:.4f}" for place in (0, -1))
-    speed = training["steps"] / training["seconds"]
-    yield f"time       {training['seconds']:.1f} s on {facts['device']}: {speed:,.1f} steps/s"
-    yield f"loss       {first} at first, {last} at the end"
-    yield from moved.splitlines()
-    if (gpu := facts["peak_gpu_bytes"]) is not None:
-        yield f"peak       {report.size_text(gpu)} on the GPU"
+    def make_model(self) -> Experts:
+        """Creates the experts in host memory."""
+        torch.manual_seed(self.settings.seed)
+        with host_init():
+            return Experts(self.settings)
 
+    def attach(self) -> None:
+        """Offloads the experts; their parameters are on the device only while they are used."""
+        experts = self.model.experts
+        # An expert's weight, its gradient and two states of AdamW, each aligned to 256 bytes.
+        nbytes = 4 * sum(param.nbytes + 256 for param in experts[0].parameters())
+        budget = self.settings.resident * nbytes
+        self.model.swapper = Swapper(experts, self.optimizer, device=self.device, budget=budget)
 
-def _compared(
-    settings: Settings,
-    device: torch.device,
-    model: Experts,
-    task: Task,
-    outcome: Outcome,
-    stop: Callable[[], bool],
-) -> dict[str, Any]:
-    """Compares with the same run with all experts on the device."""
-    whole = _new_experts(settings).to(device)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=settings.lr)
-    report.reset_gpu_peak(device)
-    plain = train(whole, optimizer, None, task, settings.steps, stop, "plain torch")
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    rows = ((ours.detach().cpu(), theirs.detach().cpu()) for ours, theirs in pairs)
-    losses = {"loss": (outcome.losses[-1], plain.losses[-1])}
-    return compare_with_plain(device, rows, losses, plain.seconds)
+    def batches(self) -> Batches:
+        """Draws the functions to learn."""
+        return Batches(self.settings, self.device)
+
+    def results(self, before: None, after: None) -> tuple[dict[str, Any], list[str]]:
+        """How the experts moved; writes all of them back to host memory."""
+        moved = self.model.swapper.report()
+        self.model.swapper.evict()
+        return {"units": asdict(moved)}, str(moved).splitlines()
+
+    def plain_model(self) -> Experts:
+        """All experts on the device."""
+        return Experts(self.settings)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from demos import loop
-from demos.glove_batches import PairBatch, PairBatches
+from demos.cooccurrence import PairBatch
 from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.embedding import Embedding
 
-__all__ = ["GloVe", "Outcome", "train"]
+__all__ = ["GloVe"]
 
 
 class GloVe(loop.Model):
@@ -25,7 +22,7 @@ class GloVe(loop.Model):
 
     Example:
         >>> model = GloVe(1000, 8)
-        >>> model.reset_parameters(seed=3)
+        >>> model.draw_rows(seed=3)
         >>> model.vectors(torch.tensor([7, 999])).shape
         torch.Size([2, 8])
     """
@@ -51,17 +48,11 @@ class GloVe(loop.Model):
         self.target_bias = Embedding(words, 1, device=device, memory=memory)
         self.context_bias = Embedding(words, 1, device=device, memory=memory)
 
-    @property
-    def embeddings(self) -> tuple[Embedding, ...]:
-        """All four Embeddings."""
-        return self.target, self.context, self.target_bias, self.context_bias
-
-    def reset_parameters(self, seed: int) -> None:
+    def draw_rows(self, seed: int) -> None:
         """Draws all vectors and biases from the uniform distribution within `1 / (2 D)`."""
         bound = 0.5 / self.target.embedding_dim
-        for place, embedding in enumerate(self.embeddings):
-            number = len(self.embeddings) * seed + place
-            embedding.init_(nn.init.uniform_, -bound, bound, seed=number)
+        for number, embedding in enumerate(self.embeddings()):
+            embedding.init_(nn.init.uniform_, -bound, bound, seed=4 * seed + number)
 
     def ids(self, batch: PairBatch) -> dict[nn.Module, Tensor]:
         """The ids that a batch looks up in each Embedding, for speedtorch.prefetch."""
@@ -85,25 +76,3 @@ class GloVe(loop.Model):
         """Words' vectors `[N, D]` on the CPU: the sums of both vectors, as in the paper."""
         both: Tensor = self.target(ids) + self.context(ids)
         return both.cpu()
-
-
-@dataclass
-class Outcome(loop.Outcome):
-    """The result of a training run."""
-
-    pairs: int = 0
-    """Number of trained word pairs."""
-
-
-def train(model: GloVe, optimizer: loop.Optimizer, batches: PairBatches, **how: Any) -> Outcome:
-    """Trains on all batches; `how` are options of loop.train."""
-    outcome = Outcome()
-
-    def track(batch: PairBatch) -> float:
-        """Counts a batch; returns the progress in steps."""
-        outcome.pairs += len(batch)
-        return outcome.steps
-
-    how = {"total": len(batches), "unit": "pairs", "layout": loop.STEPS_LAYOUT, **how}
-    loop.train(model, optimizer, batches, outcome, track, **how)
-    return outcome

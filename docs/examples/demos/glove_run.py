@@ -1,28 +1,16 @@
-"""`speedtorch demo glove`: settings, training, report and files."""
+"""`speedtorch demo glove`: word vectors from counts of word pairs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from demos import report
-from demos.cooccurrence import count_cooccurrence
-from demos.corpus import Corpus
-from demos.evaluate import content_words, nearest_neighbours
-from demos.glove import GloVe, train
-from demos.glove_batches import PairBatches
-from demos.session import choose_device, ended, interrupt, make_folder
-from demos.settings import RunSettings, make_optimizer, option, optional_count
-from speedtorch.optim.attach import attach
+from demos.cooccurrence import PairBatches, count_cooccurrence
+from demos.glove import GloVe
+from demos.settings import RunSettings, option, optional_count
+from demos.word_vectors import WordVectors
 
-__all__ = ["ABOUT", "HELP", "Settings", "run"]
-
-HELP = "word vectors from counts of word pairs, with speedtorch.Embedding"
-ABOUT = (
-    "GloVe. Four speedtorch.Embedding modules keep vectors, biases and their optimizer state in "
-    "host memory and prefetch the rows of the next batch during a step."
-)
-_NEIGHBOURS_OF = 8
+__all__ = ["GloVeDemo", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,46 +31,32 @@ class Settings(RunSettings):
     batch: int = option(8192, "pairs per batch")
 
 
-def run(settings: Settings) -> int:
-    """Counts, trains, saves the vectors and prints a report.
+class GloVeDemo(WordVectors):
+    """GloVe.
 
-    Returns the exit status: 0, or STOPPED if Ctrl-C ended the training early. After Ctrl-C, the
-    results so far are saved and reported.
+    Four speedtorch.Embedding modules keep vectors, biases and their optimizer state in host memory
+    and prefetch the rows of the next batch during a step.
     """
-    device = choose_device(settings)
-    corpus = Corpus.read(settings.corpus, min_count=settings.min_count)
-    words = corpus.words
-    weight = {"x_max": settings.x_max, "alpha": settings.alpha}
-    model = GloVe(len(words), settings.dim, **weight, device=device, memory=settings.memory)
-    optimizer = make_optimizer(settings.optimizer, settings.lr, model.parameters())
-    attach(optimizer, model)
-    make_folder(settings.out)
-    print(f"text       {corpus}", flush=True)
-    pairs = count_cooccurrence(corpus, window=settings.window, label="counting")
-    batches = PairBatches(
-        pairs,
-        batch=settings.batch,
-        epochs=settings.epochs,
-        steps=settings.steps,
-        seed=settings.seed,
-        device=device,
-    )
-    model.reset_parameters(settings.seed)
-    report.reset_gpu_peak(device)
-    with interrupt() as stop:
-        outcome = train(model, optimizer, batches, stop=stop, label="training")
-        chosen = content_words(corpus, _NEIGHBOURS_OF)
-        facts = {
-            **report.run_facts(settings, device, model.embeddings, outcome),
-            "words": len(words),
-            "pairs": len(pairs),
-            "neighbours": nearest_neighbours(model.vectors, words, chosen),
-        }
-        paths = report.save_results(settings.out, model.vectors, words, facts)
-        lines = [
-            f"pairs      {len(pairs):,} unique pairs within {settings.window} words",
-            *report.training_lines(facts, "pairs", per=" per pair", digits=4),
-            *report.memory_lines(facts),
-        ]
-        report.print_report(facts, paths, lines)
-    return ended(outcome.finished)
+
+    summary = "word vectors from counts of word pairs, with speedtorch.Embedding"
+    settings_type = Settings
+    settings: Settings
+    unit = "pairs"
+
+    def make_model(self) -> GloVe:
+        """Creates the model."""
+        return GloVe(
+            len(self.corpus.words),
+            self.settings.dim,
+            x_max=self.settings.x_max,
+            alpha=self.settings.alpha,
+            device=self.device,
+            memory=self.settings.memory,
+        )
+
+    def batches(self) -> PairBatches:
+        """Counts the pairs."""
+        window = self.settings.window
+        pairs = count_cooccurrence(self.corpus, window=window, label="counting")
+        print(f"pairs      {len(pairs):,} unique pairs within {window} words", flush=True)
+        return PairBatches(pairs, device=self.device, **self.settings.batching())

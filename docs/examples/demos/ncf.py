@@ -1,33 +1,25 @@
-"""`speedtorch demo ncf`: settings, training, report and files."""
+"""`speedtorch demo ncf`: a recommender."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-import torch
-
-from demos import report
-from demos.neumf import NeuMF, held_out_score, train
-from demos.ranking import BatchStream, Candidates
+from demos.neumf import NeuMF, held_out_score
+from demos.ranking import BatchStream, Candidates, Score
 from demos.ratings import generated_ratings, leave_one_out, read_ratings
-from demos.session import choose_device, ended, interrupt, make_folder
+from demos.runner import Demo
 from demos.settings import RunSettings, option
-from speedtorch.optim.attach import attach
 
-__all__ = ["ABOUT", "HELP", "Settings", "run"]
-
-HELP = "a recommender, with the rows of users and items in host memory"
-ABOUT = (
-    "Neural collaborative filtering (NeuMF) on a MovieLens file or on generated ratings. Rows and "
-    "their optimizer state are in host memory."
-)
+__all__ = ["NCF", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
     """All settings of a run, each with an option of the command line."""
 
+    optimizer: ClassVar[str] = "Adam"
     ratings: Path | None = option(
         None, "u.data, ratings.dat or ratings.csv (default: generated)", type=Path, metavar="FILE"
     )
@@ -39,52 +31,49 @@ class Settings(RunSettings):
     negatives: int = option(4, "sampled items per rating")
 
 
-def run(settings: Settings) -> int:
-    """Trains, saves the model and prints a report.
+class NCF(Demo):
+    """Neural collaborative filtering (NeuMF) on a MovieLens file or on generated ratings.
 
-    Returns the exit status: 0, or STOPPED if Ctrl-C ended the training early. After Ctrl-C, the
-    results so far are saved and reported.
+    Rows and their optimizer state are in host memory.
     """
-    device = choose_device(settings)
-    seed, file = settings.seed, settings.ratings
-    ratings = read_ratings(file) if file else generated_ratings(seed=seed)
-    split = leave_one_out(ratings)
-    candidates = Candidates.draw(ratings, split, seed=seed)
-    users, items = len(ratings.user_ids), len(ratings.item_ids)
-    stream = BatchStream(
-        split, items, batch=settings.batch, negatives=settings.negatives, seed=seed
-    )
-    model = NeuMF(users, items, settings.dim, memory=settings.memory, device=device, seed=seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
-    attach(optimizer, model)
-    model.draw_rows(seed)
-    make_folder(settings.out)
-    print(
-        f"ratings    {len(ratings):,} of {users:,} users for {items:,} items,"
-        f" {'from a file' if file else 'generated'}",
-        flush=True,
-    )
-    report.reset_gpu_peak(device)
-    with interrupt() as stop:
-        before = held_out_score(model, candidates)
-        outcome = train(
-            model, optimizer, stream, epochs=settings.epochs, stop=stop, label="training"
+
+    summary = "a recommender, with the rows of users and items in host memory"
+    settings_type = Settings
+    settings: Settings
+    example, unit = "rating", "ratings"
+
+    def make_model(self) -> NeuMF:
+        """Reads the ratings and creates the model."""
+        seed, file = self.settings.seed, self.settings.ratings
+        self.ratings = read_ratings(file) if file else generated_ratings(seed=seed)
+        self.split = leave_one_out(self.ratings)
+        self.candidates = Candidates.draw(self.ratings, self.split, seed=seed)
+        self.size = {"users": len(self.ratings.user_ids), "items": len(self.ratings.item_ids)}
+        return NeuMF(
+            **self.size,
+            dim=self.settings.dim,
+            memory=self.settings.memory,
+            device=self.device,
+            seed=seed,
         )
-        after = held_out_score(model, candidates)
-        facts = {
-            **report.run_facts(settings, device, model.embeddings(), outcome),
-            "users": users,
-            "items": items,
-            "ratings": len(ratings),
-            "before": asdict(before),
-            "after": asdict(after),
-        }
-        lines = [
-            *report.training_lines(facts, "ratings", "ratings"),
+
+    def batches(self) -> BatchStream:
+        """Samples negatives."""
+        settings, users, items = self.settings, self.size["users"], self.size["items"]
+        source = "from a file" if settings.ratings else "generated"
+        count = f"{len(self.ratings):,} of {users:,} users for {items:,} items"
+        print(f"ratings    {count}, {source}", flush=True)
+        how = settings.batching()
+        return BatchStream(self.split, items, negatives=settings.negatives, **how)
+
+    def score(self, model: NeuMF) -> Score:
+        """How high the held-out items rank."""
+        return held_out_score(model, self.candidates)
+
+    def results(self, before: Score, after: Score) -> tuple[dict[str, Any], list[str]]:
+        """The scores and the sizes of the data."""
+        return {**self.size, "ratings": len(self.ratings)}, [
             f"hit rate   {before.hit_rate:.3f} at 10 before training, {after.hit_rate:.3f} after,"
             f" for {after.users:,} users",
             f"NDCG       {before.ndcg:.3f} at 10 before training, {after.ndcg:.3f} after",
-            *report.memory_lines(facts),
         ]
-        report.print_report(facts, report.save_model(settings.out, model, facts), lines)
-    return ended(outcome.finished)

@@ -1,21 +1,19 @@
-"""NeuMF, the recommender of He et al. (2017), with rows in host memory, and its training."""
+"""NeuMF, the recommender of He et al. (2017), with rows in host memory, and its score."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demos import loop
-from demos.ranking import BatchStream, Candidates, RatingBatch, Score, score
+from demos.ranking import Candidates, RatingBatch, Score, score
 from speedtorch.memory.placement import MemoryKind
 from speedtorch.nn.embedding import Embedding
 
-__all__ = ["NeuMF", "Outcome", "held_out_score", "train"]
+__all__ = ["NeuMF", "held_out_score"]
 
 # The standard deviation of the initial rows, as in the paper.
 _INITIAL_STD = 0.01
@@ -62,10 +60,6 @@ class NeuMF(loop.Model):
             self.last = nn.Linear(2 * dim, 1)
         self.to(device)
 
-    def embeddings(self) -> list[Embedding]:
-        """The four modules whose rows are in host memory."""
-        return [self.gmf_users, self.gmf_items, self.mlp_users, self.mlp_items]
-
     def draw_rows(self, seed: int) -> None:
         """Draws all rows from a normal distribution near 0."""
         for number, embedding in enumerate(self.embeddings()):
@@ -101,34 +95,8 @@ class NeuMF(loop.Model):
         }
 
 
-@dataclass
-class Outcome(loop.Outcome):
-    """The result of a training run; an example is a rating with its negatives."""
-
-    ratings: int = 0
-    """Number of trained ratings, without negatives."""
-
-
-def train(
-    model: NeuMF, optimizer: loop.Optimizer, stream: BatchStream, *, epochs: int, **how: Any
-) -> Outcome:
-    """Trains for `epochs` epochs; `how` are options of loop.train."""
-    outcome = Outcome()
-
-    def track(batch: RatingBatch) -> float:
-        """Counts a batch; returns the progress in ratings."""
-        outcome.ratings += len(batch)
-        return outcome.ratings
-
-    how = {"total": epochs * len(stream), "unit": "ratings", **how}
-    loop.train(model, optimizer, stream.batches(epochs), outcome, track, **how)
-    return outcome
-
-
 def held_out_score(model: NeuMF, candidates: Candidates) -> Score:
     """Scores a model on held-out items."""
-    starts = range(0, len(candidates), _SCORED_AT_ONCE)
-    parts = [slice(start, start + _SCORED_AT_ONCE) for start in starts]
+    parts = zip(*(ids.split(_SCORED_AT_ONCE) for ids in vars(candidates).values()), strict=True)
     with torch.no_grad():
-        values = [model(candidates.user[part], candidates.item[part]).cpu() for part in parts]
-    return score(torch.cat(values))
+        return score(torch.cat([model(*part).cpu() for part in parts]))

@@ -6,21 +6,21 @@ trained on the same batches, one after the other.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from demos import batches
+from demos.batches import Ids, Outcome
 from demos.corpus import Corpus
 from demos.settings import check_least
 
 __all__ = ["Batch", "HeldOut", "PairStream"]
-
-Ids = npt.NDArray[np.int64]
 
 _BLOCK_TOKENS = 1 << 20
 _STRETCH_TOKENS = 64
@@ -30,7 +30,7 @@ _SPLIT, _TRAINING, _SCORE = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class Batch(batches.Batch):
     """Pairs of words and their negatives.
 
     Attributes:
@@ -48,14 +48,6 @@ class Batch:
     def __len__(self) -> int:
         """The number of pairs."""
         return len(self.centre)
-
-    def to(self, device: torch.device) -> Batch:
-        """Returns the batch on a device; the copy to a GPU is asynchronous."""
-        centre, context, negative = (
-            ids.to(device, non_blocking=device.type == "cuda")
-            for ids in (self.centre, self.context, self.negative)
-        )
-        return Batch(centre, context, negative, self.progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +70,8 @@ class HeldOut:
         return len(self.centre)
 
 
-class PairStream:
-    """The batches of a corpus; every iteration yields the same batches.
+class PairStream(batches.Batches):
+    """The batches of a corpus, on a device.
 
     Frequent words are dropped at random as in word2vec: a word with the share `f` of the text is
     kept with probability `sqrt(t / f) + t / f` for `t = sample`. Each centre has a random window
@@ -101,23 +93,27 @@ class PairStream:
         *,
         window: int = 5,
         negatives: int = 5,
-        batch: int = 4096,
         sample: float = 1e-3,
         held_out: float = 0.05,
-        seed: int = 0,
+        device: torch.device | str = "cpu",
+        **how: Any,
     ) -> None:
-        check_least(1, window=window, negatives=negatives, batch=batch)
-        check_least(0, sample=sample, seed=seed)
+        """`how` are arguments of Batches."""
+        super().__init__(**how)
+        check_least(1, window=window, negatives=negatives)
+        check_least(0, sample=sample)
         if not 0 <= held_out < 1:
             raise ValueError(f"held_out must be at least 0 and below 1, got {held_out}")
-        self.corpus = corpus
-        self.window, self.negatives, self.batch, self.seed = window, negatives, batch, seed
+        self.corpus, self.device = corpus, torch.device(device)
+        self.window, self.negatives = window, negatives
         share = corpus.counts / corpus.counts.sum()
         ratio = sample / share if sample else np.ones_like(share)
         self._keep = np.minimum(1.0, np.sqrt(ratio) + ratio)
         noise = np.cumsum(corpus.counts**0.75)
         self._noise = noise / noise[-1]
-        draws = np.random.default_rng([_SPLIT, seed]).random(-(-len(corpus) // _STRETCH_TOKENS))
+        draws = np.random.default_rng([_SPLIT, self.seed]).random(
+            -(-len(corpus) // _STRETCH_TOKENS)
+        )
         held = np.repeat(draws < held_out, _STRETCH_TOKENS)[: len(corpus)]
         # Pairs do not cross a boundary of a held-out stretch, nor the gap without it.
         edge = np.diff(corpus.passage, prepend=0) != 0
@@ -131,30 +127,12 @@ class PairStream:
         """The number of words in the training text, `W`, before frequent words are dropped."""
         return len(self._train[0])
 
-    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """Yields batches on the CPU until the first of the given limits."""
-        numbers = itertools.count() if epochs is None else iter(range(epochs))
-        return itertools.islice(self._epochs(numbers), steps)
-
-    def _epochs(self, numbers: Iterator[int]) -> Iterator[Batch]:
-        for number in numbers:
-            empty = True
-            for batch in self.epoch(number):
-                empty = False
-                yield batch
-            if empty:
-                raise ValueError(
-                    f"the text has no pairs to train on ({self.words} words of"
-                    f" {len(self.corpus)} in training). Choose a longer text, a lower minimum count"
-                    " or a smaller held-out share."
-                )
-
     def epoch(self, number: int) -> Iterator[Batch]:
         """Yields the batches of one pass, with its own dropped words, windows and negatives."""
         # Blocks bound the memory for the pairs of a long text.
         starts = range(0, self.words, _BLOCK_TOKENS)
         order = np.random.default_rng([_TRAINING, self.seed, number]).permutation(len(starts))
-        done = 0
+        done, empty = 0, True
         for index in order.tolist():
             random = np.random.default_rng([_TRAINING, self.seed, number, index + 1])
             block = slice(starts[index], starts[index] + _BLOCK_TOKENS)
@@ -168,6 +146,18 @@ class PairStream:
                 progress = number + (done + passed) / self.words
                 yield self._make(centre[pick], context[pick], random, progress)
             done += length
+            empty &= not len(shuffle)
+        if empty:
+            raise ValueError(
+                f"the text has no pairs to train on ({self.words} words of {len(self.corpus)} in"
+                " training). Choose a longer text, a lower minimum count or a smaller held-out"
+                " share."
+            )
+
+    def track(self, outcome: Outcome, batch: Batch) -> float:
+        """Counts the words so far and returns the progress, from 0 to 1."""
+        outcome.words = round(batch.progress * self.words)
+        return outcome.steps / self.steps if self.steps else batch.progress / self.epochs
 
     def held_out_pairs(self) -> HeldOut:
         """Pairs of the held-out text, formed as in training; at most 50,000."""
@@ -201,9 +191,5 @@ class PairStream:
     ) -> Batch:
         draws = random.random((len(centre), self.negatives))
         negative = np.searchsorted(self._noise, draws, side="right")
-        return Batch(
-            centre=torch.from_numpy(centre),
-            context=torch.from_numpy(context),
-            negative=torch.from_numpy(negative),
-            progress=progress,
-        )
+        centres, contexts, negatives = map(torch.from_numpy, (centre, context, negative))
+        return Batch(centres, contexts, negatives, progress).to(self.device)

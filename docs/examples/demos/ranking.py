@@ -6,15 +6,16 @@ trained and scored on the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from demos.ratings import Ids, Ratings, Split
+from demos.batches import Batch, Ids, ShuffledBatches
+from demos.ratings import Ratings, Split
 from demos.settings import check_least
 
 __all__ = ["BatchStream", "Candidates", "RatingBatch", "Score", "score"]
@@ -29,7 +30,7 @@ _MOST_DRAWS = 50
 
 
 @dataclass(frozen=True, eq=False)
-class RatingBatch:
+class RatingBatch(Batch):
     """Ratings and their negatives.
 
     Attributes:
@@ -45,8 +46,8 @@ class RatingBatch:
         return len(self.user)
 
 
-class BatchStream:
-    """The batches of a split; every iteration yields the same batches.
+class BatchStream(ShuffledBatches):
+    """The batches of a split, on the CPU; each epoch has its own order and negatives.
 
     Negatives are drawn uniformly from the items that the user did not rate in the training set. A
     rating may have the same negative twice. A user's held-out item may be a negative, because
@@ -56,34 +57,23 @@ class BatchStream:
     Example:
         >>> split = Split(*(np.array(part) for part in ([0, 0, 1], [3, 4, 4], [0], [5])))
         >>> stream = BatchStream(split, 9, batch=2, negatives=4)
-        >>> [(len(batch), tuple(batch.item.shape)) for batch in stream.batches(1)]
+        >>> [(len(batch), tuple(batch.item.shape)) for batch in stream]
         [(2, (2, 5)), (1, (1, 5))]
     """
 
-    def __init__(
-        self, split: Split, items: int, *, batch: int = 1024, negatives: int = 4, seed: int = 0
-    ) -> None:
-        check_least(1, batch=batch, negatives=negatives)
-        check_least(0, seed=seed)
-        self.split, self.items = split, items
-        self.batch, self.negatives, self.seed = batch, negatives, seed
+    _purpose = (_TRAINING,)
+
+    def __init__(self, split: Split, items: int, *, negatives: int = 4, **how: Any) -> None:
+        """`how` are arguments of Batches."""
+        super().__init__(len(split.user), **how)
+        check_least(1, negatives=negatives)
+        self.split, self.items, self.negatives = split, items, negatives
         self._rated = np.sort(split.user * items + split.item)
 
-    def __len__(self) -> int:
-        """The number of ratings in an epoch."""
-        return len(self.split.user)
-
-    def batches(self, epochs: int) -> Iterator[RatingBatch]:
-        """Yields batches on the CPU; each epoch has its own order and negatives."""
-        for number in range(epochs):
-            random = np.random.default_rng([_TRAINING, self.seed, number])
-            order = random.permutation(len(self))
-            for begin in range(0, len(order), self.batch):
-                pick = order[begin : begin + self.batch]
-                user, item = self.split.user[pick], self.split.item[pick]
-                negatives = self._unrated(user, random)
-                items = np.concatenate([item[:, None], negatives], axis=1)
-                yield RatingBatch(torch.from_numpy(user), torch.from_numpy(items))
+    def _make(self, pick: Ids, random: np.random.Generator) -> RatingBatch:
+        user, item = self.split.user[pick], self.split.item[pick]
+        items = np.concatenate([item[:, None], self._unrated(user, random)], axis=1)
+        return RatingBatch(torch.from_numpy(user), torch.from_numpy(items))
 
     def _unrated(self, user: Ids, random: np.random.Generator) -> Ids:
         drawn = random.integers(0, self.items, (len(user), self.negatives))

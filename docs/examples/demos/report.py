@@ -12,60 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from demos.evaluate import Rows, row_blocks
-from demos.loop import Outcome
+from demos.batches import Outcome
 from demos.processes import SINGLE_PROCESS, Processes
-from demos.settings import RunSettings
+from demos.settings import CommonSettings
 from speedtorch.files.new_files import replace_files
-from speedtorch.files.npy_format import npy_header
 from speedtorch.files.table_files import write_safetensors
 from speedtorch.nn.row_module import RowModule
 
 __all__ = [
+    "common_lines",
     "json_bytes",
-    "memory_lines",
     "peak_gpu_bytes",
     "peak_host_bytes",
-    "print_report",
     "reset_gpu_peak",
     "run_facts",
     "save_checkpoint",
     "save_model",
-    "save_results",
     "size_text",
-    "training_lines",
 ]
 
 
 def json_bytes(facts: Mapping[str, Any]) -> bytes:
     """The content of `report.json`."""
     return json.dumps(dict(facts), indent=2).encode() + b"\n"
-
-
-def save_results(
-    folder: Path, rows: Rows, words: Sequence[str], facts: Mapping[str, Any]
-) -> list[Path]:
-    """Writes the words' vectors and the facts, either all files or none.
-
-    `vectors.npy` is float32 `[V, D]`. `vectors.txt` has word2vec's text format, which gensim's
-    `KeyedVectors.load_word2vec_format` reads, with enough digits for the same float32 values.
-    `report.json` contains the facts.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("vectors.npy", "vectors.txt", "report.json")]
-    dim = rows(torch.zeros(1, dtype=torch.int64)).shape[1]
-    line = "%s" + " %.9g" * dim + "\n"
-    with replace_files(paths) as (array, text, report):
-        array.write(npy_header((len(words), dim), torch.float32))
-        text.write(f"{len(words)} {dim}\n".encode())
-        done = 0
-        for block in row_blocks(rows, len(words)):
-            array.write(block.contiguous().numpy().tobytes())
-            named = zip(words[done : done + len(block)], block.tolist(), strict=True)
-            text.write("".join(line % (word, *values) for word, values in named).encode())
-            done += len(block)
-        report.write(json_bytes(facts))
-    return paths
 
 
 def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any]) -> list[Path]:
@@ -129,7 +98,7 @@ def size_text(count: int | None) -> str:
 
 
 def run_facts(
-    settings: RunSettings,
+    settings: CommonSettings,
     device: torch.device,
     embeddings: Sequence[RowModule],
     outcome: Outcome,
@@ -140,51 +109,34 @@ def run_facts(
     The size of tables is that of all processes; the peaks are those of this process.
     """
     choices = asdict(settings)
-    table_bytes = sum(embedding.table.nbytes for embedding in embeddings)
+    tables = [embedding.table for embedding in embeddings]
+    table_bytes = torch.tensor(sum(table.nbytes for table in tables))
     return {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
         "device": str(device),
         "processes": processes.size,
-        "memory": embeddings[0].table.memory,
-        "table_bytes": int(processes.sum(torch.tensor(table_bytes))),
+        "memory": tables[0].memory if tables else None,
+        "table_bytes": int(processes.sum(table_bytes)),
         "peak_gpu_bytes": peak_gpu_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
         "training": asdict(outcome),
     }
 
 
-def training_lines(
-    facts: Mapping[str, Any], counter: str, counted: str = "", *, per: str = "", digits: int = 3
-) -> list[str]:
-    """The lines of a report about speed and loss."""
-    training = facts["training"]
-    first, last = (f"{training['losses'][place]:.{digits}f}" for place in (0, -1))
-    counts = f"{training[counted]:,} {counted}, " if counted else ""
-    speed = training[counter] / training["seconds"]
-    return [
-        f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
-        f" {counts}{speed:,.0f} {counter}/s",
-        f"loss       {first}{per} at first, {last} at the end",
-    ]
-
-
-def memory_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The lines of a report about memory."""
-    gpu = facts["peak_gpu_bytes"]
+def common_lines(facts: Mapping[str, Any], example: str, unit: str) -> list[str]:
+    """The lines of a report about speed, loss and memory."""
+    training, gpu = facts["training"], facts["peak_gpu_bytes"]
+    first, last = (f"{training['losses'][place]:.4f}" for place in (0, -1))
+    speed = training.get(unit, training["examples"]) / training["seconds"]
     several = "" if facts["processes"] == 1 else f", on {facts['processes']} processes"
-    first = ", in the first process" if several else ""
-    return [
+    lines = [
+        f"time       {training['seconds']:.1f} s on {facts['device']}: {training['steps']:,} steps,"
+        f" {training['examples']:,} {example}s, {speed:,.0f} {unit}/s",
+        f"loss       {first} per {example} at first, {last} at the end",
         f"tables     {size_text(facts['table_bytes'])}, {facts['memory']} memory, with optimizer"
         f" state{several}",
         f"peak       {size_text(facts['peak_host_bytes'])} of host memory"
         + ("" if gpu is None else f", {size_text(gpu)} on the GPU")
-        + first,
+        + (", in the first process" if several else ""),
     ]
-
-
-def print_report(facts: Mapping[str, Any], paths: Sequence[Path], lines: Sequence[str]) -> None:
-    """Prints the lines of a report, the nearest words if the facts have any, and the files."""
-    near = facts.get("neighbours")
-    printed = [*lines, *([] if near is None else ["nearest"])]
-    printed += [f"  {word:11}{', '.join(nearest)}" for word, nearest in (near or {}).items()]
-    print("\n".join([*printed, f"saved      {', '.join(map(str, paths))}"]), flush=True)
+    return lines if facts["table_bytes"] else [*lines[:2], lines[3]]

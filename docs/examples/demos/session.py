@@ -15,7 +15,7 @@ import torch
 from demos.settings import CommonSettings
 from speedtorch.ops.functions import _ops
 
-__all__ = ["DIFFERENT", "STOPPED", "choose_device", "ended", "interrupt", "make_folder"]
+__all__ = ["DIFFERENT", "STOPPED", "choose_device", "interrupt", "make_folder"]
 
 # Exit statuses: after Ctrl-C, as in shells, and after a comparison that found a difference.
 STOPPED = 130
@@ -70,11 +70,3 @@ def interrupt() -> Iterator[Callable[[], bool]]:
         yield requested.is_set
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def ended(finished: bool) -> int:
-    """The exit status of a training; prints a line if the training was stopped."""
-    if finished:
-        return 0
-    print("stopped    by Ctrl-C; the results so far are saved")
-    return STOPPED

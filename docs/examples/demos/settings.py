@@ -43,9 +43,12 @@ _RATES = {
 def option(default: Any, about: str, **arguments: Any) -> Any:
     """A field of the settings, with the arguments of argparse for its option.
 
-    By default the option has the type of the default value, and integers must be at least 1.
+    By default the option has the type of the default value, and integers must be at least 1. False
+    is the default of a flag.
     """
-    if "action" not in arguments:
+    if default is False:
+        arguments["action"] = "store_true"
+    else:
         arguments.setdefault("type", _positive if type(default) is int else type(default))
     shown = "" if default is None or default is False else " (%(default)s)"
     return field(default=default, metadata={"help": about + shown, **arguments})
@@ -80,10 +83,17 @@ class RunSettings(CommonSettings):
 
     memory: MemoryKind = option("auto", "kind of memory of the tables", choices=_MEMORY)
 
+    def batching(self) -> dict[str, Any]:
+        """The arguments of Batches."""
+        names = ("batch", "epochs", "steps", "seed")
+        return {name: value for name, value in vars(self).items() if name in names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSettings(RunSettings):
-    """The settings of demonstrations whose tables support 16-bit rows."""
+    """The settings of demonstrations that support 16-bit rows and a comparison."""
+
+    compare: bool = option(False, "also train in plain torch and compare the results")
 
     stored: str | None = option(
         None, "dtype of 16-bit rows in the tables", type=str, choices=("bfloat16", "float16")
@@ -97,9 +107,8 @@ class StoredSettings(RunSettings):
         dtype = None if self.stored is None else getattr(torch, self.stored)
         return {"stored": dtype, "rounding": self.rounding}
 
-    def check_comparable(self) -> None:
-        """Raises ValueError if the rows have 16 bits, because plain torch has no such tables."""
-        if self.stored is not None:
+    def __post_init__(self) -> None:
+        if self.compare and self.stored is not None:  # plain torch has no such tables
             raise ValueError("--compare requires 32-bit rows. Omit --stored.")
 
 

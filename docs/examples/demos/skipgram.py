@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from demos import loop
-from demos.pairs import Batch, PairStream
+from demos.pairs import Batch
 from speedtorch.nn.embedding import Embedding
 
-__all__ = ["SIDES", "Outcome", "SkipGram", "first_values", "train"]
-
-# The learning rate falls to this share of its initial value, as in word2vec.
-_LAST_RATE = 0.01
+__all__ = ["SIDES", "SkipGram"]
 
 SIDES = ("u_embeddings", "v_embeddings")
 
@@ -28,7 +24,7 @@ class SkipGram(loop.Model):
 
     Example:
         >>> model = SkipGram(Embedding(1000, 8), Embedding(1000, 8))
-        >>> first_values(model.u_embeddings, model.v_embeddings, seed=3)
+        >>> model.draw_rows(seed=3)
         >>> word = torch.tensor([999])
         >>> round(model(Batch(word, word, word.view(1, 1), 1.0)).item(), 4)  # -2 log(1 / 2)
         1.3863
@@ -61,54 +57,19 @@ class SkipGram(loop.Model):
         loss: Tensor = -functional.logsigmoid(true).sum() - functional.logsigmoid(-false).sum()
         return loss
 
+    def draw_rows(self, seed: int) -> None:
+        """Draws the centres' rows uniformly within `1 / (2 D)` and sets the contexts' rows to 0."""
+        u, v = (embedding.table for embedding in self.embeddings())
+        bound = 0.5 / self.u_embeddings.embedding_dim
+        u.uniform_(-bound, bound, seed=seed)
+        v.zeros_()
+
     @torch.no_grad()
     def rows(self, side: str, ids: Tensor) -> Tensor:
         """Returns rows `[N, D]` of one of SIDES on the CPU, for ids `[N]` on the CPU."""
         found: Tensor = getattr(self, side)(ids.to(self.device))
         return found.cpu()
 
-
-def first_values(u_embeddings: Embedding, v_embeddings: Embedding, *, seed: int) -> None:
-    """Draws the centres' rows uniformly within `1 / (2 D)` and sets the contexts' rows to zero.
-
-    Attach an optimizer before this call. Otherwise its new table has to be filled again.
-    """
-    bound = 0.5 / u_embeddings.embedding_dim
-    u_embeddings.table.uniform_(-bound, bound, seed=seed)
-    v_embeddings.table.zeros_()
-
-
-@dataclass
-class Outcome(loop.Outcome):
-    """The result of a training run."""
-
-    pairs: int = 0
-    """Number of trained word pairs."""
-    words: int = 0
-    """Number of words of the text so far, before frequent words are dropped."""
-
-
-def train(
-    model: SkipGram,
-    optimizer: loop.Optimizer,
-    stream: PairStream,
-    *,
-    epochs: int | None = None,
-    steps: int | None = None,
-    **how: Any,
-) -> Outcome:
-    """Trains for `steps` batches or `epochs` passes; `how` are options of loop.train."""
-    if epochs is None and steps is None:
-        raise ValueError("train requires a limit: set epochs or steps")
-    device, outcome = model.device, Outcome()
-    batches = (b.to(device) for b in stream.batches(epochs=None if steps else epochs, steps=steps))
-
-    def track(batch: Batch) -> float:
-        """Counts a batch; returns the progress from 0 to 1."""
-        outcome.pairs += len(batch)
-        outcome.words = round(batch.progress * stream.words)
-        return outcome.steps / steps if steps else batch.progress / (epochs or 1)
-
-    how = {"total": 1.0, "unit": "words", "last_rate": _LAST_RATE, **how}
-    loop.train(model, optimizer, batches, outcome, track, **how)
-    return outcome
+    def vectors(self, ids: Tensor) -> Tensor:
+        """Words' vectors `[N, D]` on the CPU: those of the centres."""
+        return self.rows(SIDES[0], ids)
