@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.layers.host_buffer import aligned, elements
+from speedtorch.layers.host_versions import ON_HOST, changes_of
 from speedtorch.memory.address_range import AddressRange
 from speedtorch.torch_internals import (
     set_versions,
@@ -34,9 +35,6 @@ __all__ = [
 
 # The alignment of torch's CUDA allocator: neighbours on the device are neighbours on the host.
 ALIGNMENT = 512
-# Added to the 32-bit version of an offloaded tensor. No tensor on the device has so high a version,
-# so autograd raises for saved tensors while they are offloaded.
-_OFFLOADED_VERSIONS = 1 << 31
 # Torch's allocator takes allocations up to this size from segments of 2 MiB.
 _SMALL = 1 << 20
 # The first chunk is copied while CUDA allocates memory for the rest.
@@ -158,7 +156,7 @@ def point_to_host(storages: Iterable[OffloadedStorage], views: Iterable[Sequence
         if (tensor := member.ref()) is not None
         and storage_id(tensor.untyped_storage()) == storage_id(storage.untyped)
     ]
-    versions = tuple([_OFFLOADED_VERSIONS + member.version for member, _, _ in offloaded])
+    versions = tuple([ON_HOST | member.version for member, _, _ in offloaded])
     set_versions(tuple([tensor for _, tensor, _ in offloaded]), versions)
     for member, tensor, view in offloaded:
         member.host_address = view.data_ptr()
@@ -171,19 +169,16 @@ def planned_loads(storages: Iterable[OffloadedStorage]) -> list[tuple[Tensor, in
     Tensors are included if they are offloaded or have an offloaded version. An alias of None means
     that the tensor keeps its current memory, which is not the memory it was offloaded to.
     """
-    found = []
+    found: list[tuple[Tensor, int, Tensor | None]] = []
     for storage in storages:
         for member, tensor in storage.live_members():
-            now, version, view = version_of(tensor), member.version, None
             if storage.is_offloaded(member, tensor):
-                view = member.device_view
-                # An error may have ended the last call after versions were set.
-                is_same = storage.is_kept and now in (version, _OFFLOADED_VERSIONS + version)
-            elif now < _OFFLOADED_VERSIONS:
+                is_same, view = storage.is_kept, member.device_view
+            elif version_of(tensor) < ON_HOST:
                 continue
             else:  # never offloaded, or assigned other memory meanwhile
-                is_same = member.host_address < 0 and now == _OFFLOADED_VERSIONS + version
-            found.append((tensor, version if is_same else version + 1, view))
+                is_same, view = member.host_address < 0, None
+            found.append((tensor, changes_of(tensor) if is_same else member.version + 1, view))
     return found
 
 

@@ -6,10 +6,9 @@ Tensor objects do not change: a move assigns their `data`.
 
 **Saved tensors.** Autograd keeps views of the device buffer. These views have no memory after
 eviction, and are valid again after the buffer is filled with the same bytes. Torch compares a
-tensor's version with its version when it was saved. Each memory therefore has its own version
-count. A moved tensor gets its last version in the target memory, plus one if its elements have
-changed since. A backward through evicted tensors therefore raises, and works after `load()`. If
-saved tensors have changed on the host, the backward still raises.
+tensor's version with its version when it was saved, which differs between the memories. A backward
+through evicted tensors therefore raises, and works after `load()`. If saved tensors have changed on
+the host, the backward still raises.
 
 **Exceptions at any line.** A move first copies all bytes, then assigns `data` tensor by tensor, and
 frees the old memory last. Each tensor is complete at any time, and another call completes the move.
@@ -26,14 +25,11 @@ from torch import Tensor
 
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.flat_buffer import FlatBuffer, Memory, check_packable
+from speedtorch.layers.host_versions import ON_HOST, changes_of
 from speedtorch.layers.transfer_stats import TransferStats
 from speedtorch.torch_internals import set_versions, version_of
 
 __all__ = ["Members", "TensorGroup"]
-
-# Versions have 32 bits. Host versions use the upper half, so that no version is in both memories.
-_HOST_VERSIONS = 1 << 31
-
 
 _Where: TypeAlias = Mapping[str, Memory | None]
 
@@ -65,10 +61,8 @@ class TensorGroup:
         """The tensor in the place of each name."""
         self._replaced_addresses: dict[str, int] = {}
         """Device addresses of tensors whose memory was replaced, once they have a new version."""
-        # Not one dict of pairs: thousands of pairs would trigger garbage collections.
-        self._host_versions: dict[str, int] = {}
-        self._device_versions: dict[str, int] = {}
-        """The last version of each tensor on the device; `_host_versions`: on the host."""
+        self._versions: dict[str, int] = {}
+        """The version of each tensor at its last copy, without the bit of host memory."""
         self.buffer = FlatBuffer({}, device, traffic=traffic)
         """The current buffer; replaced if a joining tensor does not fit."""
 
@@ -324,8 +318,8 @@ class TensorGroup:
         buffer.copy_to(memory, changed, settled)
         self._record_versions(new, moved, where)
         is_load = memory is Memory.DEVICE
-        of_memory = self._device_versions if is_load else self._host_versions
-        versions = tuple([of_memory[name] for name in moved])
+        bit = 0 if is_load else ON_HOST
+        versions = tuple([self._versions[name] | bit for name in moved])
         views = [buffer.view(name, memory) for name in moved]
         if not is_load:
             buffer.write_back_stream.finish()  # the copy may span places that store() fills below
@@ -348,14 +342,13 @@ class TensorGroup:
         for name in [name for name, memory in where.items() if memory is None]:
             tensor = members.tensors[name]
             if not self._is_known(name, tensor):
-                version, device = version_of(tensor), self._device_versions.get(name, 0)
-                on_device = version if version < _HOST_VERSIONS else 0
-                set_versions((tensor,), (max(on_device, device) + 1,))
+                set_versions((tensor,), (changes_of(tensor) + 1,))
                 self._replaced_addresses[name] = tensor.data_ptr()
 
     def _is_known(self, name: str, tensor: Tensor) -> bool:
         """Whether graphs that saved a tensor outside the buffer have saved its current elements."""
-        if tensor.device != self.buffer.device or self.buffer.has(tensor):
+        is_on_device = tensor.device == self.buffer.device and version_of(tensor) < ON_HOST
+        if not is_on_device or self.buffer.has(tensor):
             return False
         placed = self._placed.get(name)
         is_other = placed is None or placed() is not tensor
@@ -363,12 +356,8 @@ class TensorGroup:
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Names of tensors that have changed since their last copy, or were never copied."""
-        host, device = self._host_versions, self._device_versions
-        return {
-            name
-            for name, tensor in tensors.items()
-            if device.get(name) != version_of(tensor) != host.get(name)
-        }
+        known = self._versions
+        return {name for name, value in tensors.items() if known.get(name) != changes_of(value)}
 
     def _record_versions(
         self,
@@ -376,22 +365,10 @@ class TensorGroup:
         tensors: Mapping[str, Tensor],
         where: _Where,
     ) -> None:
-        """Records the versions of changed tensors, and advances the count of the other memory.
+        """Records the versions of changed tensors, which have a new one if their memory is new.
 
         Graphs of a tensor's former memory remain valid if they saved its current elements.
         """
-        on_host, on_device = self._host_versions, self._device_versions
         for name in names:
-            version, former = version_of(tensors[name]), where[name]
-            host, device = on_host.get(name, _HOST_VERSIONS), on_device.get(name, 0)
-            if former is None and version < _HOST_VERSIONS and self._is_known(name, tensors[name]):
-                on_device[name] = version
-                on_host[name] = host + 1
-                continue
-            # The second assignment marks the tensor as counted, so Ctrl-C between is harmless.
-            if version >= _HOST_VERSIONS:
-                on_device[name] = device + 1
-                on_host[name] = max(host, version + (former is not Memory.HOST))
-            else:
-                on_host[name] = host + 1
-                on_device[name] = max(device, version + (former is not Memory.DEVICE))
+            is_known = where[name] is not None or self._is_known(name, tensors[name])
+            self._versions[name] = changes_of(tensors[name]) + (not is_known)
