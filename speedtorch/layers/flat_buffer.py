@@ -30,7 +30,7 @@ from speedtorch.torch_internals import (
     unwrapped,
 )
 
-__all__ = ["FlatBuffer", "Memory", "check_packable", "extent"]
+__all__ = ["FlatBuffer", "Memory", "check_dense", "check_packable", "segments_of"]
 
 # Between the alignments of torch's allocators (CUDA: 512, CPU: 64). Enough for the widest loads,
 # cuBLAS and TMA descriptors, and small compared with a parameter's kilobytes.
@@ -61,7 +61,7 @@ class _Place:
         )
 
 
-def extent(tensor: Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from a tensor's lowest element to its highest, including gaps between elements.
 
     A tensor without elements counts as one element: such a tensor still needs an address, and
@@ -93,13 +93,22 @@ def check_packable(name: str, tensor: object) -> None:
             " bytes are copied, and a subclass may keep elements elsewhere."
         )
     assert isinstance(tensor, Tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        form = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
-        raise ValueError(f"{name}: expected a dense tensor (torch.strided), got {form}")
+    check_dense(name, tensor)
     if tensor.device.type == "meta":
         raise ValueError(
             f"{name}: the tensor is on the meta device and has no elements. Call"
             " to_empty(device='cpu') or load_state_dict(..., assign=True) first."
+        )
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless a tensor's memory is known to torch, and has its values."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        is_strided = tensor.layout == torch.strided
+        form = "a quantized or nested tensor" if is_strided else f"layout {tensor.layout}"
+        raise ValueError(
+            f"{name}: expected a dense tensor, got {form}. Convert or drop the tensor first, for"
+            " example with dequantize() or zero_grad()."
         )
     if tensor.is_inference():
         raise ValueError(
@@ -111,10 +120,10 @@ def check_packable(name: str, tensor: object) -> None:
         raise ValueError(f"{name}: got {view}. Call resolve_conj().resolve_neg() first.")
 
 
-def _segments(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
+def segments_of(tensors: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, int]]]:
     """Groups tensors that share memory: `{name: (address, bytes)}` for each segment."""
     owner: dict[str, str] = {name: name for name in tensors}
-    spans = {name: (_address(tensor), extent(tensor)) for name, tensor in tensors.items()}
+    spans = {name: (_address(tensor), _extent(tensor)) for name, tensor in tensors.items()}
     # Sorted by device and address: only neighbours can overlap.
     first, end = "", 0
     for name in sorted(tensors, key=lambda name: (str(tensors[name].device), spans[name])):
@@ -173,7 +182,7 @@ class FlatBuffer:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self.places}
         for name, tensor in tensors.items():
             check_packable(name, tensor)
-        for number, segment in enumerate(_segments(tensors), len(self._segments)):
+        for number, segment in enumerate(segments_of(tensors), len(self._segments)):
             lowest = min(start for start, _ in segment.values())
             begin = aligned(end, ALIGNMENT)
             shift = lowest % _ELEMENT_ALIGNMENT if len(segment) > 1 else 0
@@ -289,7 +298,7 @@ class FlatBuffer:
                 check_packable(name, tensor)
                 if name in self.places and not self.places[name].is_like(tensor):
                     return False
-        for segment in _segments(tensors):
+        for segment in segments_of(tensors):
             placed = {
                 (place.segment, place.begin - start) if (place := self.places.get(name)) else None
                 for name, (start, _) in segment.items()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.flat_buffer import Memory
 from speedtorch.layers.module_tensors import ModuleTensors
-from speedtorch.layers.state_tensors import within_frozen, wrappers_in
+from speedtorch.layers.state_tensors import inner_of, rewrapped, within_frozen, wrappers_in
 from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.memory.side_stream import end_of_current
 from speedtorch.torch_internals import as_plain, current_stream, version_of
@@ -270,12 +270,6 @@ class ModuleGroups:
             return 0
         return sum(group.missing_bytes(members) for group, members in self._parts()[:count])
 
-    @property
-    @untracked
-    def needed_bytes(self) -> int:
-        """Device bytes of all current tensors of the module."""
-        return sum(group.needed_bytes(members) for group, members in self._parts())
-
     @untracked
     def new_bytes(self) -> int:
         """Bytes on the device that evict() would copy now."""
@@ -331,8 +325,5 @@ def _shown_on_host(tensor: Tensor, on_host: Mapping[int, Tensor]) -> Tensor:
         return tensor if found is None else found.detach()
     if tensor.requires_grad or not wrappers_in(tensor):
         return tensor
-    names, settings = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: _shown_on_host(getattr(tensor, name), on_host) for name in names}
-    made: Any = type(tensor)
-    result: Tensor = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())
-    return result
+    inner = {name: _shown_on_host(value, on_host) for name, value in inner_of(tensor).items()}
+    return rewrapped(tensor, inner)

@@ -124,8 +124,6 @@ class OffloadedModule:
         if not isinstance(module, nn.Module):
             raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
         self.device = exact_device(device)
-        if self.device.type == "meta":
-            raise ValueError("device: expected a device with memory, such as 'cuda', got 'meta'")
         self.module, self.name, given = module, name, optimizers_within(optimizers)
         own, gradients, state = (TensorGroup(self.device, traffic) for _ in range(3))
         self.tensors = ModuleTensors(module, given, name, state, weak_call(self._watch))
@@ -368,9 +366,11 @@ class OffloadedModule:
 def exact_device(device: torch.device | str) -> torch.device:
     """Returns the device with its index: "cuda" becomes the current GPU.
 
-    Raises RuntimeError if the device is a GPU and there is none.
+    Raises RuntimeError if the device is a GPU and there is none, and ValueError for other devices.
     """
     found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected 'cuda' or 'cpu', got {str(device)!r}")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device={str(device)!r} needs a GPU, and torch finds none.")
     is_current = found.type == "cuda" and found.index is None

@@ -8,16 +8,14 @@ subclass (DTensor) the inner tensors are copied, and the wrapper is updated to t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedtorch.layers.data_parallel import averaged_parameters
-from speedtorch.layers.flat_buffer import extent
-from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.layers.flat_buffer import segments_of
+from speedtorch.layers.state_tensors import inner_of, plain_tensors, rewrapped
 from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import tree_leaves
@@ -127,7 +125,7 @@ def offloaded_bytes(parameter: Tensor) -> int:
 def check_offloaded(parameters: Iterable[Tensor]) -> None:
     """Raises ValueError if a host parameter or its gradient cannot be stepped on the device."""
     averaged = averaged_parameters()
-    spans = []
+    tensors: dict[str, Tensor] = {}
     gradients: dict[int, Tensor] = {}
     for param in parameters:
         if param.grad is None or not param.is_cpu:
@@ -153,20 +151,20 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
                     f" elements share memory (strides {list(tensor.stride())}). Pass the optimizer"
                     " a contiguous parameter."
                 )
-            elif tensor.numel():
-                spans.append((tensor.data_ptr(), extent(tensor), whole.shape))
+            else:
+                tensors[str(len(tensors))] = tensor
         if id(param) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is in host memory, and"
                 " DistributedDataParallel would not find its gradient after a step on the device."
                 " Keep the parameter on the device, or use fully_shard."
             )
-    spans.sort(key=itemgetter(0))
-    for (begin, nbytes, shape), (after, _, other_shape) in pairwise(spans):
-        if after < begin + nbytes:
+    for segment in segments_of(tensors):
+        if len(segment) > 1:
+            shapes = " and ".join(str(list(tensors[name].shape)) for name in list(segment)[:2])
             raise ValueError(
-                f"parameters of shapes {list(shape)} and {list(other_shape)} share host memory, but"
-                " would be stepped separately. Pass the optimizer only one of them."
+                f"parameters of shapes {shapes} share host memory, but would be stepped"
+                " separately. Pass the optimizer only one of them."
             )
 
 
@@ -179,18 +177,14 @@ def move_to_host(value: object) -> None:
         follow_inner(leaf)
 
 
-def follow_inner(tensor: object) -> None:
+def follow_inner(tensor: Any) -> None:
     """Updates the `data` of a wrapper subclass so that its device is its inner tensors' device."""
-    if not isinstance(tensor, Tensor) or not hasattr(tensor, "__tensor_flatten__"):
-        return
-    names, settings = tensor.__tensor_flatten__()
-    inner = {name: getattr(tensor, name) for name in names}
+    inner = inner_of(tensor)
     tensors = [value for value in inner.values() if isinstance(value, Tensor)]
     for value in tensors:
         follow_inner(value)
     if tensors and tensors[0].device != tensor.device:
-        made: Any = type(tensor)
-        tensor.data = made.__tensor_unflatten__(inner, settings, tensor.shape, tensor.stride())
+        tensor.data = rewrapped(tensor, inner)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -115,7 +115,8 @@ class DeviceModules:
         needs = self.needs()
         for module in modules:
             used = [other for other in self.by_last_use if other in needs and other is not module]
-            needed = module.groups.needed_bytes + self._first_state_bytes(module)
+            needed = module.groups.device_bytes + module.groups.missing_bytes(state=True)
+            needed += module.groups.other_bytes() + self._first_state_bytes(module)
             needed += sum(self.bytes_of(other) for other in used)
             if needed > self._budget:
                 raise RuntimeError(

@@ -223,8 +223,6 @@ class StateSwapper:
             raise TypeError("optimizer: expected a torch.optim.Optimizer, got none")
         self.budget = bytes_of("budget", budget)
         self.device = None if device is None else exact_device(device)
-        if self.device is not None and self.device.type == "meta":
-            raise ValueError("device: expected a device with memory, such as 'cuda', got 'meta'")
         self._traffic = TransferStats()
         for opt in self._optimizers:
             check_can_be_split(opt)

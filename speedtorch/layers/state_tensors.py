@@ -24,8 +24,10 @@ __all__ = [
     "PARTS",
     "StatePart",
     "StateTensors",
+    "inner_of",
     "is_cpu_step",
     "plain_tensors",
+    "rewrapped",
     "state_tensors",
     "within_frozen",
     "wrappers_in",
@@ -113,10 +115,9 @@ def plain_tensors(
     elif isinstance(value, RowWeight):  # the elements are in its table
         return
     elif isinstance(value, Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            inner = ((key, getattr(value, key)) for key in value.__tensor_flatten__()[0])
+        if inner := inner_of(value):
             # A DeviceMesh is skipped, because it has tensors too.
-            within = [(key, tensor) for key, tensor in inner if isinstance(tensor, Tensor)]
+            within = [(key, item) for key, item in inner.items() if isinstance(item, Tensor)]
         elif not is_lazy(value):
             if _has_memory(value):
                 yield name, value
@@ -143,16 +144,28 @@ def wrappers_in(tensor: object) -> list[Tensor]:
 
     The result is empty for a DTensor, because its device mesh is no tensor.
     """
-    is_row_weight = isinstance(tensor, RowWeight)  # the elements are in its table
-    if is_plain_tensor(tensor) or is_row_weight or not hasattr(tensor, "__tensor_flatten__"):
-        return []
     found: list[Any] = [tensor]
-    for inner in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
-        if not is_plain_tensor(inner):
-            if not (within := wrappers_in(inner)):
+    for value in (inner := inner_of(tensor)).values():
+        if not is_plain_tensor(value):
+            if not (within := wrappers_in(value)):
                 return []
             found += within
-    return found
+    return found if inner else []
+
+
+def inner_of(tensor: Any) -> dict[str, Any]:
+    """The inner values of a subclass with `__tensor_flatten__`; empty for all other objects."""
+    if not hasattr(tensor, "__tensor_flatten__") or isinstance(tensor, RowWeight):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def rewrapped(wrapper: Any, inner: Mapping[str, Any]) -> Tensor:
+    """A tensor of the same class and settings with other inner values."""
+    _, settings = wrapper.__tensor_flatten__()
+    unflatten: Any = type(wrapper).__tensor_unflatten__
+    result: Tensor = unflatten(inner, settings, wrapper.shape, wrapper.stride())
+    return result
 
 
 def within_frozen(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

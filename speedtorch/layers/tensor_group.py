@@ -186,12 +186,6 @@ class TensorGroup:
             return 0
         return missing
 
-    def needed_bytes(self, members: Members) -> int:
-        """Bytes of device memory with all tensors on the device."""
-        if not members.tensors:
-            return 0
-        return self.other_bytes(members) + (self.buffer.device_bytes or self.missing_bytes(members))
-
     def begin_write_back(
         self, members: Members, after: torch.cuda.Event | None = None
     ) -> Collection[str]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.discarded import Discarded
+from speedtorch.layers.flat_buffer import check_dense
 from speedtorch.layers.module_tensors import is_offloaded
 from speedtorch.layers.offloaded_module import exact_device
 from speedtorch.layers.offloaded_storage import OffloadedStorage
@@ -165,8 +166,6 @@ class TrainingState:
         self._model = model
         self._optimizers = optimizers_within(given_optimizers(optimizer))
         self.device = exact_device(_device_of(model) if device is None else device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device: expected 'cuda' or 'cpu', got {str(self.device)!r}")
         if keep_addresses:
             _check_can_keep(self.device)
         self._lock = RLock()
@@ -313,17 +312,21 @@ class TrainingState:
         storages: dict[StatePart, list[OffloadedStorage]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            is_lost, is_offloaded = part in lost, self._parts[part].is_offloaded
+            is_lost, is_asleep = part in lost, self._parts[part].is_offloaded
             for name, tensor in found.parts[part].items():
                 if not self._is_loaded(tensor, offloaded):
                     continue
                 untyped = _storage_of(tensor)
                 if untyped is not None and not (nbytes := untyped.nbytes()):
                     continue
-                _check(name, tensor)
+                if is_offloaded(tensor):
+                    raise ValueError(
+                        f"{name}: a Swapper offloads this tensor. Use its evict(), or close() it."
+                    )
+                check_dense(name, tensor)
                 assert untyped is not None
                 key = storage_id(untyped)
-                if key in kept_on_device or not untyped.resizable() or is_offloaded:
+                if key in kept_on_device or not untyped.resizable() or is_asleep:
                     left.append(name)
                     kept_on_device.add(key)
                     continue
@@ -411,26 +414,3 @@ def _chosen(argument: str, parts: Any) -> list[StatePart]:
     if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{argument}: expected some of {list(PARTS)}, got {unknown[0]!r}")
     return [part for part in PARTS if part in named]
-
-
-def _check(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose memory cannot be replaced."""
-    if is_offloaded(tensor):
-        raise ValueError(f"{name}: a Swapper offloads this tensor. Use its evict(), or close() it.")
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            f"{name}: expected a dense tensor, got layout {tensor.layout}, whose memory torch does"
-            " not expose. Drop the tensor first, for example with zero_grad(), or omit its part"
-            " from sleep(parts)."
-        )
-    if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            f"{name}: expected a tensor that is not quantized, nested, or a lazily conjugated or"
-            " negated view. Convert the tensor with dequantize(), resolve_conj() or resolve_neg(),"
-            " or omit its part from sleep(parts)."
-        )
-    if tensor.is_inference():
-        raise ValueError(
-            f"{name}: torch does not replace the memory of tensors that were created in"
-            " torch.inference_mode(). Create the model outside of that mode."
-        )
