@@ -13,9 +13,7 @@ import itertools
 import random
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,12 +215,11 @@ def check_steps_apart(
         return
     errors: list[Exception] = []
     for construct, sparse in itertools.product((False, True), (False, True)):
-        try:
-            with as_plain(), kept_random(device):
-                _compare_steps(optimizer, shapes, device, args, kwargs, construct, sparse)
+        with as_plain(), kept_random(device):
+            error = _compare_steps(optimizer, shapes, device, args, kwargs, construct, sparse)
+        if error is None:
             return
-        except _CannotStepError as error:
-            errors.append(error.args[0])
+        errors.append(error)
     kind = type(optimizer).__name__
     raise ValueError(
         f"optimizer: {kind} must step each parameter separately. Whether {kind} does so cannot be"
@@ -235,20 +232,6 @@ def check_steps_apart(
 def _no_loss() -> Tensor:
     """Replaces the caller's closure."""
     return torch.ones(())
-
-
-class _CannotStepError(Exception):
-    """A step of all small parameters together has failed; the argument is its exception."""
-
-
-@contextmanager
-def _errors_as(raised: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Replaces an exception of the optimizer by `raised(exception)`; out of memory passes."""
-    try:
-        yield
-    except Exception as error:
-        raise_if_no_memory(error)
-        raise raised(error) from error
 
 
 def _next_random() -> tuple[float, ...]:
@@ -289,11 +272,6 @@ def _error_for(optimizer: Optimizer, why: str) -> ValueError:
     )
 
 
-def _failed_apart(optimizer: Optimizer, error: Exception) -> ValueError:
-    why = f"a step of one parameter after another fails ({type(error).__name__}: {error})"
-    return _error_for(optimizer, why)
-
-
 def _compare_steps(
     optimizer: Optimizer,
     shapes: _SmallParameters,
@@ -302,10 +280,10 @@ def _compare_steps(
     kwargs: dict[str, Any],
     construct: bool,
     sparse: bool,
-) -> None:
+) -> Exception | None:
     """Steps equal small parameters with two optimizer copies: all together, and one by one.
 
-    Raises ValueError if the results differ, and _CannotStepError if the copies cannot step.
+    Raises ValueError if the results differ. Returns an error if the copies cannot step together.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     settings = _ON_CPU if device.type == "cpu" else _SETTINGS
@@ -319,10 +297,13 @@ def _compare_steps(
             number: {index: nn.Parameter(value.clone()) for index, value in group.items()}
             for number, group in values.items()
         }
-        with _errors_as(_CannotStepError):
+        try:
             copy = copy_with(optimizer, small, settings, construct=construct)
             if callable(train := getattr(copy, "train", None)):  # schedule-free optimizers
                 train()
+        except Exception as error:
+            raise_if_no_memory(error)
+            return error
         copies.append((copy, [param for group in small.values() for param in group.values()]))
     (together, params), (apart, params_apart) = copies
     for number, scale in enumerate(_GRADIENT_SCALES):
@@ -334,18 +315,28 @@ def _compare_steps(
                     rows = torch.arange(len(gradient), device=gradient.device)
                     gradient = sparse_of_all(gradient, rows)
                 param.grad, param_apart.grad = gradient, gradient.clone()
-        with _errors_as(_CannotStepError), kept_random(device):
-            step: Any = step_without_hooks(type(together))
-            step(together, *args, **kwargs)
-            following = _next_random()
-        with _errors_as(partial(_failed_apart, optimizer)), kept_random(device):
-            parts = PartialStep(apart, args, kwargs)
-            for param in params_apart:
-                if param.grad is not None:
-                    parts.step([param])
-            parts.step(())
-            parts.settle()
-            is_alike = following == _next_random()
+        try:
+            with kept_random(device):
+                step: Any = step_without_hooks(type(together))
+                step(together, *args, **kwargs)
+                following = _next_random()
+        except Exception as error:
+            raise_if_no_memory(error)
+            return error
+        try:
+            with kept_random(device):
+                parts = PartialStep(apart, args, kwargs)
+                for param in params_apart:
+                    if param.grad is not None:
+                        parts.step([param])
+                parts.step(())
+                parts.settle()
+                is_alike = following == _next_random()
+        except Exception as error:
+            raise_if_no_memory(error)
+            failure = f"{type(error).__name__}: {error}"
+            why = f"a step of one parameter after another fails ({failure})"
+            raise _error_for(optimizer, why) from error
         if not is_alike:
             raise _error_for(optimizer, "its step draws random numbers for all parameters at once")
         expected = dict(_numbers(together, params))
@@ -353,6 +344,7 @@ def _compare_steps(
         for name in dict.fromkeys((*expected, *found)):
             if not agree(expected.get(name), found.get(name)):
                 raise _error_for(optimizer, f"{name} differs after steps together and one by one")
+    return None
 
 
 def _drawn(like: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
