@@ -53,8 +53,8 @@ class TensorIndex:
     Iterating a module's names is the slowest part of a move. The index is therefore reused while
     is_current() finds each object where the constructor found it.
 
-    `is_of_state(optimizer, name, parameter, key, value)` returns whether a value of a parameter's
-    state moves with the module. The name is different for each optimizer.
+    The constructor raises TypeError for optimizer state within containers; `label` names the module
+    in the error. State with a place in `placed` moves with the module on every device.
 
     Attributes:
         own: parameters and buffers, frozen parameters first. Frozen wrappers, such as quantized
@@ -67,7 +67,8 @@ class TensorIndex:
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        is_of_state: Callable[[Optimizer, str, Tensor, str, Any], bool],
+        label: str,
+        placed: TensorGroup,
     ) -> None:
         self.parameters = dict(module.named_parameters())
         named = dict(module.named_buffers())
@@ -115,8 +116,18 @@ class TensorIndex:
                     continue
                 self._keep(kept)
                 for key, value in kept.items():
-                    if is_of_state(optimizer, name + suffix, param, key, value):
-                        self.state[f"{key} of {name}{suffix}"] = value
+                    unique = f"{key} of {name}{suffix}"
+                    if isinstance(value, Tensor):
+                        is_count = is_cpu_step(optimizer, param, key, value)
+                        if not is_count or placed.has_place(unique, value):
+                            self.state[unique] = value
+                    elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                        raise TypeError(
+                            f"module {label!r}: {type(optimizer).__name__} stores a"
+                            f" {type(value).__name__} of tensors as state {key!r} of {name}. A"
+                            " Swapper needs separate tensors for each parameter. Use another"
+                            " optimizer."
+                        )
         self._lengths = list(map(len, self._filled))
         self._values = list(self._values_now())
         self._flags = self._flags_now()
@@ -193,7 +204,7 @@ class ModuleTensors:
     def current(self) -> TensorIndex:
         """The index of the module's current tensors."""
         if self._index is None or not self._index.is_current():
-            self._index = TensorIndex(self.module, self.optimizers, self._is_of_state)
+            self._index = TensorIndex(self.module, self.optimizers, self.name, self._state)
             for tensor in self._index.own.values():
                 _owners[tensor] = weakref.ref(self)
             self._on_replaced()
@@ -260,21 +271,3 @@ class ModuleTensors:
         for _, tensor in _tensors_of(self.module):
             if _owner_of(tensor) is self:
                 del _owners[tensor]
-
-    def _is_of_state(
-        self, optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Any
-    ) -> bool:
-        """Whether a value of a parameter's optimizer state moves with the module.
-
-        Raises TypeError for tensors within containers.
-        """
-        if isinstance(value, Tensor):
-            placed = self._state.has_place(f"{key} of {name}", value)
-            return placed or not is_cpu_step(optimizer, parameter, key, value)
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            raise TypeError(
-                f"module {self.name!r}: {type(optimizer).__name__} stores a"
-                f" {type(value).__name__} of tensors as state {key!r} of {name}. A Swapper needs"
-                " separate tensors for each parameter. Use another optimizer."
-            )
-        return False
