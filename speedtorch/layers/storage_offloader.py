@@ -15,9 +15,7 @@ in offload() loads all storages. The next call completes a load that an exceptio
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,22 +58,6 @@ def _count_move() -> None:
     _moved += 1
 
 
-@dataclass(slots=True)
-class _HostCopy:
-    """Owners and fingerprint of a group's bytes in host memory."""
-
-    owners: list[tuple[weakref.ref[Tensor], int]]
-    """For each storage, one tensor that uses it, and its byte count."""
-    fingerprint: Tensor
-
-    def matches(self, group: Sequence[OffloadedStorage]) -> bool:
-        """Whether the group consists of the same storages."""
-        return len(group) == len(self.owners) and all(
-            owner() is storage.members[0].ref() and nbytes == storage.nbytes
-            for storage, (owner, nbytes) in zip(group, self.owners, strict=True)
-        )
-
-
 def _groups(storages: Iterable[OffloadedStorage]) -> Iterator[list[OffloadedStorage]]:
     """Groups consecutive storages, up to _GROUP bytes if there are several."""
     group: list[OffloadedStorage] = []
@@ -88,6 +70,10 @@ def _groups(storages: Iterable[OffloadedStorage]) -> Iterator[list[OffloadedStor
         nbytes += storage.nbytes
     if group:
         yield group
+
+
+def _sizes(group: Sequence[OffloadedStorage]) -> list[int]:
+    return [storage.nbytes for storage in group]
 
 
 class StorageOffloader:
@@ -105,8 +91,8 @@ class StorageOffloader:
         """Offloaded storages, and partly offloaded ones after an exception."""
         self._filling: list[OffloadedStorage] = []
         """Storages that have device memory again, but not yet their values."""
-        self._host_copies: dict[int, _HostCopy] = {}
-        """Owners and fingerprints of host bytes, by host offset."""
+        self._host_copies: dict[int, tuple[list[int], Tensor]] = {}
+        """By host offset, the byte counts of a group of storages, and their fingerprint."""
         self._host_views: dict[int, tuple[tuple[object, ...], Sequence[Tensor]]] = {}
         """By host offset, the layout of tensors, and their aliases in host memory."""
 
@@ -154,9 +140,9 @@ class StorageOffloader:
         # Dropped before the bytes are overwritten, in case of an exception; load() makes others.
         copies, self._host_copies = self._host_copies, {}
         compared = [
-            (group, copy)
+            (group, copy[1])
             for group in _groups(storage for storage in kept if storage.is_frozen)
-            if (copy := copies.get(group[0].begin)) is not None and copy.matches(group)
+            if (copy := copies.get(group[0].begin)) is not None and copy[0] == _sizes(group)
         ]
         known = {id(storage) for group, _ in compared for storage in group}
         written = [storage for storage in kept if id(storage) not in known]
@@ -201,7 +187,10 @@ class StorageOffloader:
                     self._copies.join()
                     frozen += new
             # Fingerprints overlap the copies of the remaining storages.
-            copies = {group[0].begin: self._fingerprinted(group) for group in _groups(frozen)}
+            copies = {
+                group[0].begin: (_sizes(group), self._fingerprinted(group))
+                for group in _groups(frozen)
+            }
             for storage in empty:
                 if not storage.is_kept:
                     bytes_at(storage.address, storage.nbytes, self._device).fill_(BLANK)
@@ -244,20 +233,18 @@ class StorageOffloader:
         vars(untyped)["host"] = self._host  # keeps host memory alive as long as the torch storage
         return layout, storage.host_views(untyped)
 
-    def _fingerprinted(self, group: Sequence[OffloadedStorage]) -> _HostCopy:
+    def _fingerprinted(self, group: Sequence[OffloadedStorage]) -> Tensor:
         parts = [bytes_at(address, count, self._device) for address, _, count in self._runs(group)]
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        owners = [(storage.members[0].ref, storage.nbytes) for storage in group]
-        return _HostCopy(owners, fingerprint(values))
+        return fingerprint(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _changed(
-        self, compared: Sequence[tuple[Sequence[OffloadedStorage], _HostCopy]]
+        self, compared: Sequence[tuple[Sequence[OffloadedStorage], Tensor]]
     ) -> list[OffloadedStorage]:
         """The storages of groups whose bytes differ from their host copy, by fingerprint."""
         if not compared:
             return []
-        before = torch.stack([copy.fingerprint for _, copy in compared])
-        now = torch.stack([self._fingerprinted(group).fingerprint for group, _ in compared])
+        before = torch.stack([value for _, value in compared])
+        now = torch.stack([self._fingerprinted(group) for group, _ in compared])
         same = zip(compared, (before == now).tolist(), strict=True)
         return [storage for (group, _), is_same in same if not is_same for storage in group]
 
