@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from speedtorch.layers.access_tracker import untracked
 from speedtorch.layers.module_steps import (
@@ -115,11 +115,11 @@ class _Bucket:
             self.state.write_back(members)
 
     @untracked
-    def evict(self, members: Members | None) -> None:
-        """Finishes copies to the host and frees device memory; None: state remains there."""
-        if members is not None:
-            self.state.evict(members, search=False)
+    def evict(self, members: Members | None) -> int:
+        """Finishes copies to the host, and returns the freed bytes of state; None: it remains."""
+        freed = 0 if members is None else self.state.evict(members, search=False)
         self.offloaded.offload()
+        return freed
 
     @untracked
     def members(self, shared: Mapping[int, int]) -> Members:
@@ -159,7 +159,7 @@ class _Bucket:
 def _evicted(optimizer: Optimizer, buckets: Sequence[_Bucket]) -> int:
     """Evicts the state of buckets, and returns the freed device bytes."""
     shared = _times_kept(optimizer) if buckets else Counter()
-    return sum(bucket.state.evict(bucket.members(shared), search=False) for bucket in buckets)
+    return sum(bucket.evict(bucket.members(shared)) for bucket in buckets)
 
 
 class StateSwapper:
@@ -341,10 +341,7 @@ class StateSwapper:
         resident = self._resident(optimizer, buckets)
         for owner, owned in self._buckets.items():
             loaded = [bucket for bucket in owned if bucket.state.buffer.device_bytes]
-            evicted = [bucket for bucket in loaded if bucket not in resident]
-            _evicted(owner, evicted)
-            for bucket in evicted:
-                bucket.evict(None)
+            _evicted(owner, [bucket for bucket in loaded if bucket not in resident])
         return buckets, resident, shared
 
     def _resident(self, optimizer: Optimizer, stepped: Iterable[_Bucket]) -> set[_Bucket]:
@@ -430,55 +427,32 @@ class StateSwapper:
         return extra + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
 
+class _LoadedOnHost(TorchFunctionMode):
+    """Copies tensors of a loaded state to host memory where torch copies them to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded: set[int] = set()
+
+    def note(self, _: Optimizer, saved: dict[str, Any]) -> None:
+        """Notes the tensors to load; torch calls this before it loads them."""
+        self._loaded = {id(leaf) for leaf in tree_leaves(saved["state"]) if type(leaf) is Tensor}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not Tensor.to or id(args[0]) not in self._loaded or "device" not in kwargs:
+            return func(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return func(*args, **{**kwargs, "device": "cpu", "copy": True})
+
+
 def _load_on_host(
     optimizer: Optimizer, original: Callable[..., None], /, *args: Any, **kwargs: Any
 ) -> None:
-    """Calls load_state_dict(), and keeps state on the host.
-
-    Torch would copy all state to the parameters' device. It therefore receives empty tensors, and
-    a hook puts host copies in their place afterwards.
-    """
-    removed: list[dict[str, Tensor]] = []  # one dict per parameter, in the order of the groups
-
-    def remove(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Replaces tensors by empty ones, before torch loads them."""
-        state = dict(saved["state"])
-        for number in (number for group in saved["param_groups"] for number in group["params"]):
-            kept = state.get(number)
-            values = kept if isinstance(kept, dict) else {}
-            tensors = {
-                key: value
-                for key, value in values.items()
-                if type(value) is Tensor and key != "step" and value.numel()
-            }
-            removed.append(tensors)
-            if tensors:
-                empty = {key: tensor.new_empty(0) for key, tensor in tensors.items()}
-                state[number] = {**values, **empty}
-        return {**saved, "state": state}
-
-    @torch.inference_mode(False)
-    def restore(_: Optimizer) -> None:
-        """Replaces the empty tensors by host copies of the removed ones, in the loaded dtype."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        for param, tensors in zip(params, removed, strict=False):
-            for key, tensor in tensors.items():
-                kept = optimizer.state[param]
-                kept[key] = tensor.detach().to("cpu", kept[key].dtype, copy=True)
-        removed.clear()
-
-    before = {name: vars(optimizer)[name] for name in ("state", "param_groups")}
-    on_end = optimizer.register_load_state_dict_post_hook
-    try:
-        with ExitStack() as hooks:
-            # Other hooks must see whole tensors: ours runs last before and first after.
-            hooks.enter_context(optimizer.register_load_state_dict_pre_hook(remove))
-            hooks.enter_context(on_end(restore, prepend=True))
-            original(*args, **kwargs)
-    except BaseException:
-        if removed:  # state that torch has loaded may contain the empty tensors
-            vars(optimizer).update(before)
-        raise
+    """Calls load_state_dict(), which would need device memory for all state at once."""
+    mode = _LoadedOnHost()
+    with optimizer.register_load_state_dict_pre_hook(mode.note), mode:
+        original(*args, **kwargs)
 
 
 def _spans(parameter: Tensor) -> list[tuple[int, int]]:
