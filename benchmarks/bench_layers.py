@@ -220,6 +220,7 @@ def host_time() -> Iterator[Figure]:
         module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(count)))
         optimizer = optim.AdamW(module.parameters(), foreach=True)
         offloaded = OffloadedModule(module, optimizer, device=DEVICE)
+        optimizer.register_step_post_hook(offloaded.changes.note_step)
         offloaded.load()
         module(torch.ones(4, 32, device=DEVICE)).sum().backward()
         optimizer.step()

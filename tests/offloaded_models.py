@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+from speedtorch.layers import OffloadedModule
 
 COMMON_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "SGD": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
@@ -41,6 +44,14 @@ class Layer(nn.Module):
         x = self.norm(self.back(torch.tanh(self.into(x)) * self.scale))
         y: Tensor = self.narrow(self.frozen(x).bfloat16())
         return y.float()
+
+
+def with_steps(module: nn.Module, *optimizers: Optimizer, **options: Any) -> OffloadedModule:
+    """An offloaded module that is told of its optimizers' steps."""
+    offloaded = OffloadedModule(module, *optimizers, **options)
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(offloaded.changes.note_step)
+    return offloaded
 
 
 def tensors_of(layer: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -61,8 +61,6 @@ class ModuleSteps:
         """Changes of optimizer settings by steps in the backward, which step() completes."""
         self._returned = WeakTensorKeyDictionary()
         """Copies that state_dict() has returned, with their source tensors and versions then."""
-        for module in offloaded.values():
-            module.remove_step_hooks()
         device = next(iter(offloaded.values())).device
         self._undo = replace_step(optimizer, self._step_modules, device, lambda: self._changes)
         self._hooks = (

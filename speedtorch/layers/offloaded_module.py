@@ -83,9 +83,9 @@ class OffloadedModule:
     torch keeps on the CPU (`step`) remain there. Tied tensors are stored once and remain tied.
 
     Only data that may have changed is written back: gradients, buffers after a call of a module
-    with buffers, data changed by optimizer steps, and tensors whose version has changed. Changes
-    through `parameter.data` change no version. Call `changes.touch()` after them, unless an
-    optimizer step makes or follows them.
+    with buffers, data changed by optimizer steps, and tensors whose version has changed. Call
+    `changes.note_step()` after an optimizer step, and `changes.touch()` after other changes through
+    `parameter.data`, which change no version.
 
     On a GPU, prefetch(), load() and groups.write_back() copy on side streams. Methods that move the
     module raise TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host
@@ -153,8 +153,6 @@ class OffloadedModule:
             module.register_forward_pre_hook(begins, prepend=True),
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
-        after_step = weak_call(self.changes.note_step)
-        self._step_hooks = [o.register_step_post_hook(after_step) for o in given]
 
     def prefetch(self, *, state: bool = True) -> None:
         """Starts copying the module to the device; `state` includes the optimizer state.
@@ -349,16 +347,11 @@ class OffloadedModule:
                 f" backward reached it while it is {states[now]}. Call {remedy} it."
             )
 
-    def remove_step_hooks(self) -> None:
-        """Removes the step hooks; the caller must call changes.note_step() after each step."""
-        for hook in self._step_hooks:
-            hook.remove()
-
     def close(self) -> None:
         """Evicts the module and removes its hooks; another module may then own its tensors."""
         self._auto_loader = None
         self.evict()
-        for hook in (*self._hooks, *self._step_hooks):
+        for hook in self._hooks:
             hook.remove()
         self.tensors.disown()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from offloaded_models import with_steps
 from torch import nn, optim
 
-from speedtorch.layers import OffloadedModule, host_buffer
+from speedtorch.layers import host_buffer
 from speedtorch.layers.host_buffer import Stage, host_bytes
 from speedtorch.memory import host_memory
 
@@ -51,7 +52,7 @@ def test_modules_in_pageable_memory_are_loaded_and_evicted(
         layer = nn.Linear(30, 30)
         before = layer.weight.detach().clone()
         optimizer = optim.SGD(layer.parameters(), lr=1.0)
-        module = OffloadedModule(layer, optimizer, device="cuda")
+        module = with_steps(layer, optimizer, device="cuda")
     assert (host_buffer._stage(module.device) is not None) == bool(pinned)
     module.load()
     layer.weight.grad = torch.ones_like(layer.weight)

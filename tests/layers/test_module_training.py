@@ -9,7 +9,14 @@ from functools import partial
 import pytest
 import torch
 from interrupts import EVERY, Lines, first_of_each, out_of_memory, source_files
-from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
+from offloaded_models import (
+    COMMON_OPTIMIZERS,
+    Layer,
+    assert_equal,
+    copies,
+    tensors_of,
+    with_steps,
+)
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -90,7 +97,7 @@ def test_training_equals_a_resident_model(device: str, kind: str, seed: int) -> 
         pytest.skip(str(error))
     made, optimizer = model(device, OPTIMIZERS[kind])
     modules = [
-        OffloadedModule(layer, optimizer, device=device, name=name)
+        with_steps(layer, optimizer, device=device, name=name)
         for name, layer in (("first", made.first), ("second", made.second))
     ]
     choices = random.Random(f"{kind} {seed}")
@@ -136,7 +143,7 @@ def prepare(move: str) -> Prepared:
     """A module before a move: all as it was, with new state and gradients, or with new buffers."""
     small = Small()
     optimizer = optim.SGD(small.parameters(), lr=0.1, momentum=0.9)
-    offloaded = OffloadedModule(small, optimizer, device="cpu", name="small")
+    offloaded = with_steps(small, optimizer, device="cpu", name="small")
     offloaded.load()
     small_step(small, optimizer)
     if move == "evict-new":

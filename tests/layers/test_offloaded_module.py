@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from offloaded_models import Layer, assert_equal, copies, tensors_of
+from offloaded_models import Layer, assert_equal, copies, tensors_of, with_steps
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +29,7 @@ def made(
     torch.manual_seed(1)
     layer = Layer()
     optimizer = kind(layer.parameters())
-    return layer, optimizer, OffloadedModule(layer, optimizer, device=device, name="layer")
+    return layer, optimizer, with_steps(layer, optimizer, device=device, name="layer")
 
 
 def train(layer: nn.Module, optimizer: Optimizer, device: str, seed: int = 0) -> None:
@@ -74,7 +74,7 @@ def test_all_is_where_the_module_is(device: str) -> None:
 def test_steps_remain_on_the_cpu_where_torch_keeps_them(device: str, fused: bool) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=fused)
-    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded = with_steps(layer, optimizer, device=device)
     offloaded.load()
     layer(torch.ones(3, device=device)).sum().backward()
     optimizer.step()
@@ -121,7 +121,7 @@ def calls_of_cuda(count: int) -> Counter[str]:
     """What a load and an eviction of a module of so many layers ask the driver for."""
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     optimizer = optim.Adam(module.parameters())
-    offloaded = OffloadedModule(module, optimizer, device="cuda")
+    offloaded = with_steps(module, optimizer, device="cuda")
     for step in range(3):
         offloaded.load()
         module(torch.ones(4, device="cuda")).sum().backward()
@@ -163,7 +163,7 @@ def written_back(offloaded: OffloadedModule) -> list[int]:
 def test_what_has_not_changed_travels_one_way(device: str) -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
     optimizer = optim.SGD(layer.parameters(), lr=0.1)
-    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded = with_steps(layer, optimizer, device=device)
     offloaded.load()
     with torch.no_grad():
         layer(torch.ones(8, device=device))
@@ -310,7 +310,7 @@ def test_an_optimizer_that_torch_does_not_see_change_data_is_written_back(device
 
     layer = nn.Linear(2, 2)
     optimizer = Old(layer.parameters(), lr=0.1)
-    offloaded = OffloadedModule(layer, optimizer, device=device)
+    offloaded = with_steps(layer, optimizer, device=device)
     offloaded.load()
     before = copies(dict(layer.named_parameters()))
     optimizer.step()
@@ -401,7 +401,7 @@ def test_what_the_user_replaces_is_found_again(device: str) -> None:
 def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) -> None:
     layer = nn.Linear(3, 3)
     optimizer = optim.Adam(layer.parameters(), fused=True)
-    offloaded = OffloadedModule(
+    offloaded = with_steps(
         layer, optim.SGD(layer.parameters(), momentum=0.9), optimizer, device=device
     )
     offloaded.load()
@@ -524,7 +524,7 @@ def test_a_module_that_could_not_be_made_keeps_no_tensor() -> None:
 def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:
     layer = nn.Linear(2, 1)
     optimizer = optim.LBFGS(layer.parameters(), max_iter=3)
-    offloaded = OffloadedModule(layer, optimizer, device="cpu", name="layer")
+    offloaded = with_steps(layer, optimizer, device="cpu", name="layer")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
