@@ -126,9 +126,9 @@ class DeviceModules:
                     " module has been stepped. Increase the budget."
                 )
 
-    def count_extra_bytes(self, module: OffloadedModule, need: Need | None) -> None:
-        """Counts the bytes allocated in a module on the device, and those that `need` may add."""
-        count = module.groups.other_bytes()
+    def count_extra_bytes(self, module: OffloadedModule) -> None:
+        """Counts the bytes allocated in a module on the device, and those that its uses may add."""
+        count, need = module.groups.other_bytes(), self.needs().get(module)
         if need is not None and self._budget is not None:
             if need.gradients:
                 count += module.tensors.missing_gradients()
@@ -253,10 +253,10 @@ class Residency:
         """
         if self._budget is None:
             return
-        for use in self.modules.uses_of(module):
+        uses = self.modules.uses_of(module) or [self.modules.begin_use([module])]
+        for use in uses:
             use.trained.add(module)
-        need = self.modules.needs().get(module, Need(state=False, gradients=True))
-        self.modules.count_extra_bytes(module, need)
+        self.modules.count_extra_bytes(module)
         self._make_room(module, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
@@ -264,7 +264,7 @@ class Residency:
         self.modules.end_use(use)
         for module in use.modules:
             if not self.modules.uses_of(module):
-                self.modules.count_extra_bytes(module, None)
+                self.modules.count_extra_bytes(module)
                 self.modules.by_last_use[module] = None
                 self.modules.by_last_use.move_to_end(module)
                 module.end_use()
@@ -316,7 +316,7 @@ class Residency:
         self.misses += not is_there
         if self._budget is not None:
             self.modules.by_last_use.setdefault(module)
-            self.modules.count_extra_bytes(module, self.modules.needs().get(module))
+            self.modules.count_extra_bytes(module)
         self._load(module, state=state, waits=True)
         self._prefetched.discard(module)
 
@@ -488,9 +488,9 @@ class Residency:
         before = self._traffic.copied[Memory.HOST]
         try:
             if victim.only_state:
-                freed, need = module.evict_state(), self.modules.needs().get(module)
-                self.modules.count_extra_bytes(module, need)  # without state that a step created
-                if need is None:
+                freed = module.evict_state()
+                self.modules.count_extra_bytes(module)  # without state that a step created
+                if not self.modules.uses_of(module):
                     module.track()
             else:
                 # Tensors saved by autograd lose their memory; other views keep it. The search for
@@ -525,7 +525,6 @@ class Residency:
 
     def _update_extra_bytes(self) -> None:
         """Updates the bytes allocated for modules on the device, and frees dropped gradients."""
-        needs = self.modules.needs()
         for module in self.modules.by_last_use:
             module.groups.free_gradients()
-            self.modules.count_extra_bytes(module, needs.get(module))
+            self.modules.count_extra_bytes(module)
