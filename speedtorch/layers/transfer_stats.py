@@ -12,7 +12,7 @@ import torch
 
 from speedtorch.memory.byte_count import text_of
 
-__all__ = ["Begun", "Freed", "Memory", "StateReport", "SwapReport", "TransferStats"]
+__all__ = ["Freed", "Memory", "StateReport", "SwapReport", "TransferStats"]
 
 _KEPT = 64  # copies whose events stay pending before end() queries whether they have finished
 
@@ -33,14 +33,12 @@ class TransferStats:
         self.copied = dict.fromkeys(Memory, 0)
         self._seconds = dict.fromkeys(Memory, 0.0)
         self._open: list[tuple[Memory, torch.cuda.Event, torch.cuda.Event]] = []
-        self._free: list[torch.cuda.Event] = []
-        """Start events for reuse, whose times have been read."""
 
     def begin(self, stream: torch.cuda.Stream | None) -> Begun:
         """Marks the start of a copy on a stream; None: the copy is synchronous."""
         if stream is None:
             return time.perf_counter()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -53,13 +51,13 @@ class TransferStats:
         assert end is not None
         self._open.append((to, begun, end))
         while len(self._open) > _KEPT and self._open[0][2].query():  # type: ignore[no-untyped-call]
-            self._close(*self._open.pop(0))
+            self._close()
 
     def figures(self) -> dict[str, Any]:
         """Returns the copy fields of a TransferReport; waits for pending copies."""
         while self._open:
             self._open[0][2].synchronize()
-            self._close(*self._open.pop(0))
+            self._close()
         found: dict[str, Any] = {}
         for memory, way in ((Memory.DEVICE, "in"), (Memory.HOST, "out")):
             copied, seconds = self.copied[memory], self._seconds[memory]
@@ -67,9 +65,9 @@ class TransferStats:
             found[f"gbps_{way}"] = copied / seconds / 1e9 if copied and seconds else None
         return found
 
-    def _close(self, to: Memory, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def _close(self) -> None:
+        to, start, end = self._open.pop(0)
         self._seconds[to] += start.elapsed_time(end) / 1e3
-        self._free.append(start)
 
 
 class Freed(int):
