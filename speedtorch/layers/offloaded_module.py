@@ -87,20 +87,13 @@ class OffloadedModule:
     `changes.note_step()` after an optimizer step, and `changes.touch()` after other changes through
     `parameter.data`, which change no version.
 
-    On a GPU, prefetch(), load() and groups.write_back() copy on side streams. Methods that move the
-    module raise TypeError or ValueError for a tensor that cannot be moved, MemoryError if the host
-    has too little memory for new tensors, and RuntimeError (torch.OutOfMemoryError) if the device
-    has too little. The module then remains where it was, or its prefetched tensors are on the
-    device.
+    The constructor and methods that move the module raise TypeError or ValueError for a tensor that
+    cannot be moved, MemoryError if the host has too little memory for new tensors, and RuntimeError
+    (torch.OutOfMemoryError) if the device has too little. The module then remains where it was, or
+    its prefetched tensors are on the device.
 
-    If you keep a view of a loaded module's tensor (`parameter.detach()`), the view keeps the device
-    memory of the whole module and the values there; groups.held_by() names the view. Tensors that
-    autograd saved have no memory while the module is evicted, and a backward then raises
-    RuntimeError.
-
-    The constructor raises the same errors, and ValueError for a tensor of another module. Modules
-    that share a parameter must be offloaded as one (nn.ModuleList). `before_gradients` is called
-    with this object when a backward reaches the module and there is no AutoLoader.
+    `before_gradients` is called with this object when a backward reaches the module and there is no
+    AutoLoader.
 
     Attributes:
         tensors: the current tensors by name.
