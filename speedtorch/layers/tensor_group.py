@@ -72,8 +72,11 @@ class TensorGroup:
 
     def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether each tensor has moved under its name before."""
-        placed = self._placed
-        return all(name in placed and placed[name]() is value for name, value in tensors.items())
+        return all(self._is_placed(name, tensor) for name, tensor in tensors.items())
+
+    def _is_placed(self, name: str, tensor: Tensor) -> bool:
+        placed = self._placed.get(name)
+        return placed is not None and placed() is tensor
 
     def held_by(self) -> list[str]:
         """Descriptions of views that keep device memory alive after evict()."""
@@ -344,14 +347,18 @@ class TensorGroup:
         is_on_device = tensor.device == self.buffer.device and version_of(tensor) < ON_HOST
         if not is_on_device or self.buffer.has(tensor):
             return False
-        placed = self._placed.get(name)
-        is_other = placed is None or placed() is not tensor
-        return is_other or self._replaced_addresses.get(name) == tensor.data_ptr()
+        is_counted = self._replaced_addresses.get(name) == tensor.data_ptr()
+        return is_counted or not self._is_placed(name, tensor)
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> set[str]:
         """Names of tensors that have changed since their last copy, or were never copied."""
         known = self._versions
-        return {name for name, value in tensors.items() if known.get(name) != changes_of(value)}
+        return {
+            name
+            for name, value in tensors.items()
+            # Another tensor of the same memory has another version counter.
+            if known.get(name) != changes_of(value) or not self._is_placed(name, value)
+        }
 
     def _record_versions(
         self,
@@ -364,5 +371,8 @@ class TensorGroup:
         Graphs of a tensor's former memory remain valid if they saved its current elements.
         """
         for name in names:
-            is_known = where[name] is not None or self._is_known(name, tensors[name])
-            self._versions[name] = changes_of(tensors[name]) + (not is_known)
+            tensor, is_new = tensors[name], where[name] is None
+            changes = changes_of(tensor)
+            self._versions[name] = changes + (is_new and not self._is_known(name, tensor))
+            if not is_new:
+                self._placed[name] = weakref.ref(tensor)

@@ -222,6 +222,18 @@ def test_tensors_replaced_in_the_same_memory_are_moved(device: str) -> None:
         offloaded.evict()
 
 
+def test_a_parameter_in_the_memory_of_another_is_written_back(device: str) -> None:
+    layer = nn.Linear(4, 4)
+    offloaded = OffloadedModule(layer, device=device)
+    for _ in range(2):  # each of the two counts one change
+        offloaded.load()
+        layer.weight = nn.Parameter(layer.weight.data)
+        layer.weight.detach().add_(1)
+        expected = layer.weight.detach().cpu().clone()
+        offloaded.evict()
+        assert torch.equal(layer.weight.detach(), expected)
+
+
 def test_a_failed_load_frees_its_device_memory(device: str) -> None:
     layer = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
     offloaded = OffloadedModule(layer, device=device)
