@@ -17,7 +17,7 @@ from demo_commands import DEMOS, demo_file, facts, run_demo
 from safetensors.torch import load_file
 
 import speedtorch
-from demos import dlrm_run
+from demos import dlrm
 from demos.batches import Outcome
 from demos.click_batches import ClickBatches
 from demos.criteo import Clicks, read_clicks, write_clicks
@@ -182,7 +182,7 @@ def test_the_saved_model_scores_as_the_report_says(clicks: Clicks, tmp_path: Pat
 
 
 def test_without_a_file_one_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dlrm_run, "write_clicks", partial(write_clicks, lines=2000))
+    monkeypatch.setattr(dlrm, "write_clicks", partial(write_clicks, lines=2000))
     options = (
         "--out",
         str(tmp_path),

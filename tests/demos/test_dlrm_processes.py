@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from warm_python import finished, warm_python
 
 import speedtorch
-from demos import dlrm, dlrm_run, runner
+from demos import dlrm, runner
 from demos.click_batches import ClickBatches
 from demos.criteo import Clicks, read_clicks, write_clicks
 from demos.dlrm import DLRM, held_out_score
@@ -65,12 +65,12 @@ def test_clicks_are_read_after_the_first_process_has_written_them(
         calls.append("read")
         return clicks
 
-    monkeypatch.setattr(dlrm_run, "write_clicks", lambda *_, **__: calls.append("write"))
-    monkeypatch.setattr(dlrm_run, "read_clicks", read)
+    monkeypatch.setattr(dlrm, "write_clicks", lambda *_, **__: calls.append("write"))
+    monkeypatch.setattr(dlrm, "read_clicks", read)
     monkeypatch.setattr(Processes, "wait", lambda _: calls.append("wait"))
     monkeypatch.setattr(Processes, "distribute", lambda _, model, loss: loss)
-    settings = dlrm_run.Settings(out=tmp_path, rows=ROWS, dim=DIM, held_out=0.5)
-    demo = dlrm_run.DLRMDemo(settings, torch.device("cpu"), Processes(rank, 2))
+    settings = dlrm.Settings(out=tmp_path, rows=ROWS, dim=DIM, held_out=0.5)
+    demo = dlrm.DLRMDemo(settings, torch.device("cpu"), Processes(rank, 2))
     assert demo.batches().examples == 2
     assert calls == ["write", "wait", "read"][rank:]
 

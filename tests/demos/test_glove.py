@@ -17,10 +17,10 @@ import speedtorch
 from demos.batches import Outcome
 from demos.cooccurrence import Cooccurrence, PairBatches, count_cooccurrence
 from demos.corpus import Corpus
-from demos.evaluate import nearest_neighbours
 from demos.glove import GloVe
 from demos.loop import train
 from demos.settings import make_optimizer
+from demos.word_vectors import nearest_neighbours
 
 TABLES = ("target", "context", "target_bias", "context_bias")
 

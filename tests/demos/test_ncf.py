@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import speedtorch
 from demos import ncf
 from demos.loop import train
-from demos.neumf import NeuMF, held_out_score
+from demos.ncf import NeuMF, held_out_score
 from demos.ranking import BatchStream, Candidates
 from demos.ratings import Ratings, generated_ratings, leave_one_out
 from speedtorch.__main__ import main

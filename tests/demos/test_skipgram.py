@@ -13,15 +13,15 @@ from topics import TOPIC_OF, topic_passages
 from torch import nn
 
 import speedtorch
-from demos import evaluate
+from demos import word2vec
 from demos.batches import Outcome
 from demos.corpus import Corpus
-from demos.evaluate import content_words, held_out_score, nearest_neighbours
 from demos.loop import train
 from demos.pairs import Batch, HeldOut, PairStream
 from demos.plain import RowOptimizer
 from demos.settings import make_optimizer, optimizer_names
-from demos.skipgram import SIDES, SkipGram
+from demos.word2vec import SIDES, SkipGram, held_out_score
+from demos.word_vectors import content_words, nearest_neighbours
 
 REFUSED = ("Adafactor", "LBFGS", "Muon")
 
@@ -189,7 +189,7 @@ def test_the_learning_rate_falls_in_a_straight_line(corpus: Corpus) -> None:
 
 
 def test_the_score_is_the_share_of_pairs_in_right_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(word2vec, "_SCORED_AT_ONCE", 7)
     random = np.random.default_rng(0)
     # Small whole numbers make ties.
     u, v = (torch.from_numpy(random.integers(-1, 2, (9, 2))).float() for _ in SIDES)

@@ -1,16 +1,16 @@
 """Demonstrations: programs that train models with tables or layers in host memory.
 
-| command         | description | data                      | model      |
-|-----------------|-------------|---------------------------|------------|
-| `demo word2vec` | `word2vec`  | `corpus`, `pairs`         | `skipgram` |
-| `demo glove`    | `glove_run` | `cooccurrence`            | `glove`    |
-| `demo ncf`      | `ncf`       | `ratings`, `ranking`      | `neumf`    |
-| `demo dlrm`     | `dlrm_run`  | `criteo`, `click_batches` | `dlrm`     |
-| `demo experts`  | `experts`   | `experts`                 | `experts`  |
+| command         | module     | data                      |
+|-----------------|------------|---------------------------|
+| `demo word2vec` | `word2vec` | `corpus`, `pairs`         |
+| `demo glove`    | `glove`    | `corpus`, `cooccurrence`  |
+| `demo ncf`      | `ncf`      | `ratings`, `ranking`      |
+| `demo dlrm`     | `dlrm`     | `criteo`, `click_batches` |
+| `demo experts`  | `experts`  | `experts`                 |
 
-Each description is a subclass of `runner.Demo`: settings, data, model, score and report. `runner`
-runs any of them with `loop`, which trains on `batches`, and `report`, which saves the results.
-`word_vectors` is shared by word2vec and GloVe. `plain` is an optimizer in plain torch, and
-`comparison` compares a run with plain torch. `processes` are the processes of torchrun, which only
-the DLRM uses.
+Each module has the settings, the model and a subclass of `runner.Demo`, which describes the data,
+the score and the results. `runner` runs each demonstration: `loop` trains on `batches`, `report`
+prints and saves the results, and `comparison` compares them with plain torch. `word_vectors` is
+the common part of word2vec and GloVe. `plain` is an optimizer in plain torch. `processes` are the
+processes of torchrun, which only the DLRM uses.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from demos.dlrm_run import DLRMDemo
+from demos.dlrm import DLRMDemo
 from demos.experts import ExpertsDemo
-from demos.glove_run import GloVeDemo
+from demos.glove import GloVeDemo
 from demos.ncf import NCF
 from demos.runner import Demo, run
 from demos.session import STOPPED

@@ -55,14 +55,12 @@ def save_checkpoint(
     {"model": ..., "optimizer": ...} with the state dicts of any number of processes. An earlier
     checkpoint in the folder is unreadable from the start of this call.
     """
-    from torch.distributed.checkpoint.state_dict_saver import (
-        save,  # a slow import that only this function needs
-    )
+    # A slow import that only this function needs.
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     paths = [folder / "checkpoint", folder / "report.json"]
-    (paths[0] / ".metadata").unlink(
-        missing_ok=True
-    )  # describes the files of the earlier checkpoint
+    # This file describes the earlier checkpoint.
+    (paths[0] / ".metadata").unlink(missing_ok=True)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     save(states, checkpoint_id=paths[0])
     if torch.distributed.get_rank() == 0:

@@ -2,22 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from demos.corpus import Corpus
-from demos.evaluate import content_words, nearest_neighbours, row_blocks
 from demos.processes import Processes
 from demos.report import json_bytes
 from demos.runner import Demo
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import npy_header
 
-__all__ = ["WordVectors"]
+__all__ = ["Rows", "WordVectors", "content_words", "nearest_neighbours", "row_blocks"]
 
+Rows = Callable[[Tensor], Tensor]
+"""Returns the vectors `[N, D]`, on the CPU, of word ids `[N]` on the CPU."""
+
+_BLOCK_ROWS = 1 << 14
+_FREQUENT = 200
 _NEIGHBOURS_OF = 8
+
+
+def content_words(corpus: Corpus, number: int) -> list[int]:
+    """Finds frequent words that carry a meaning, in any language.
+
+    Such words occur in few passages for their frequency, whereas words like "the" are spread
+    evenly. Returns up to `number` of these words with at least four letters, most frequent first.
+
+    Example:
+        >>> text = ["rain and rain", "cold with wind", "wind with sun", "fog with hail"]
+        >>> corpus = Corpus.from_passages(text, min_count=1)
+        >>> [corpus.words[i] for i in content_words(corpus, 1)]
+        ['rain']
+    """
+    passages = len(np.unique(corpus.passage))
+    both = np.unique(corpus.tokens.astype(np.int64) * (1 << 32) + corpus.passage)
+    holding = np.bincount(both >> 32, minlength=len(corpus.words))
+    # The share of passages with the word if its occurrences were spread evenly.
+    even = -np.expm1(-corpus.counts / passages)
+    crowding = np.log(even * passages / holding)
+    long = np.array([i for i, word in enumerate(corpus.words) if len(word) >= 4], np.int64)
+    frequent = long[:_FREQUENT]
+    if not len(frequent):
+        return []
+    crowded = crowding[frequent] >= np.quantile(crowding[frequent], 2 / 3)
+    found: list[int] = frequent[crowded][:number].tolist()
+    return found
+
+
+def nearest_neighbours(
+    rows: Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
+) -> dict[str, list[str]]:
+    """For each chosen word, the words with the highest cosine similarity, nearest first."""
+    if not chosen:
+        return {}
+    query = _normalized(rows(torch.tensor(chosen)))
+    blocks = row_blocks(rows, len(words))
+    likeness = torch.cat([query @ _normalized(block).T for block in blocks], dim=1)
+    # A word is not its own neighbour.
+    likeness[torch.arange(len(chosen)), torch.tensor(chosen)] = -2.0
+    best = likeness.topk(min(number, len(words) - 1), dim=1).indices.tolist()
+    return {words[i]: [words[j] for j in row] for i, row in zip(chosen, best, strict=True)}
+
+
+def _normalized(rows: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows, dim=1)
+
+
+def row_blocks(rows: Rows, words: int) -> Iterable[Tensor]:
+    """All rows, in blocks `[up to 16,384, D]`, so that no table is copied whole."""
+    return map(rows, torch.split(torch.arange(words), _BLOCK_ROWS))
 
 
 class WordVectors(Demo):
