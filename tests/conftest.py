@@ -84,7 +84,7 @@ LONGEST = [
 ]
 LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
-LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove", "skipgram"]
+LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
 LONGEST += ["memory_processes", "word2vec", "commands", "loops", "disagreements"]
 LONGEST += ["sharded_capacity", "cache", "attach_resume", "row_weight", "threads"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from demos.criteo import write_clicks
 from demos.ratings import Ratings, generated_ratings
 from speedtorch.__main__ import main
 
-__all__ = ["DEMOS", "Demo", "demo_file", "demo_ratings", "facts", "run_demo"]
+__all__ = ["DEMOS", "Demo", "demo_file", "demo_ratings", "facts", "run_demo", "written"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def demo_file(name: str) -> Path:
     path = Path(_folder().name) / name
     DEMOS[name].write(path)
+    return path
+
+
+def written(path: Path, content: str | bytes, zipped: bool = False) -> Path:
+    """Writes a file, in a new folder if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(content) if zipped else content)
     return path
 
 

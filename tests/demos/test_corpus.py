@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from demo_commands import written
 
 from demos import corpus as corpus_module
 from demos.corpus import Corpus, builtin_passages, file_passages
 
 TEXT = "The red fox.\n\nIt can't see the café!\n \nEnd"
-
-
-def written(path: Path, content: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 @pytest.mark.examples
@@ -69,7 +63,7 @@ def test_interactive_examples_are_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["text.txt", "text.gz", "text"])
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
 def test_a_file_is_known_as_gzip_by_its_content(tmp_path: Path, name: str, zipped: bool) -> None:
-    path = written(tmp_path / name, gzip.compress(TEXT.encode()) if zipped else TEXT)
+    path = written(tmp_path / name, TEXT, zipped)
     parts = [part.strip() for part in file_passages(path)]
     assert parts == ["The red fox.", "It can't see the café!", "End"]
 
@@ -81,8 +75,7 @@ def test_text_of_any_length_is_read_in_blocks_with_every_word_whole(
 ) -> None:
     monkeypatch.setattr(corpus_module, "_BLOCK_CHARACTERS", 64)
     words = [f"word{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(500)]
-    content = gap.join(words).encode()
-    path = written(tmp_path / "t", gzip.compress(content) if zipped else content)
+    path = written(tmp_path / "t", gap.join(words), zipped)
     parts = list(file_passages(path))
     assert " ".join(parts).split() == words
     assert max(map(len, parts)) <= 2 * 64

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_commands import REFUSED
 from test_dlrm import LINE
 from test_pairs import random_corpus
 from test_ranking import ITEMS, SPLIT
-from test_skipgram import REFUSED, ours
+from test_word2vec import ours
 
 from demos.cooccurrence import Cooccurrence, PairBatches, count_cooccurrence
 from demos.corpus import Corpus, builtin_passages, file_passages

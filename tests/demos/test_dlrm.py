@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import NEEDS_GPU
-from demo_commands import DEMOS, demo_file, facts, run_demo
+from demo_commands import DEMOS, demo_file, facts, run_demo, written
 from safetensors.torch import load_file
 
 import speedtorch
 from demos import dlrm
-from demos.batches import Outcome
 from demos.click_batches import ClickBatches
 from demos.criteo import Clicks, read_clicks, write_clicks
 from demos.dlrm import DLRM, held_out_score
 from demos.loop import train
-from demos.settings import make_optimizer
 from speedtorch.__main__ import main
 
 LINE = "1\t" + "\t".join(["", "-2", *"0" * 11]) + "\t" + "\t".join(["68fd1e64", "", *"f" * 24])
@@ -34,17 +29,12 @@ def clicks() -> Clicks:
     return read_clicks(demo_file("dlrm"))
 
 
-def written(folder: Path, content: str, zipped: bool = False) -> Path:
-    path = folder / "some file"
-    path.write_bytes(gzip.compress(content.encode()) if zipped else content.encode())
-    return path
-
-
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
 def test_fields_are_read_and_empty_ones_are_0(tmp_path: Path, zipped: bool, end: str) -> None:
     empty = "0" + "\t" * 39
-    found = read_clicks(written(tmp_path, LINE + end + end + empty + end + LINE, zipped))
+    text = LINE + end + end + empty + end + LINE
+    found = read_clicks(written(tmp_path / "clicks", text, zipped))
     assert found.clicked.tolist() == [1, 0, 1] and len(found) == 3
     assert found.numbers.shape == (3, 13) and not found.numbers.any()
     assert found.categories[0].tolist() == [0x68FD1E64, 0] + [15] * 24
@@ -54,14 +44,14 @@ def test_fields_are_read_and_empty_ones_are_0(tmp_path: Path, zipped: bool, end:
 
 def test_numbers_become_logarithms_and_categories_remainders(tmp_path: Path) -> None:
     text = LINE.replace("\t\t-2\t0", "\t7\t-2\t100").replace("68fd1e64", "FFFFFFFF")
-    found = read_clicks(written(tmp_path, text))
+    found = read_clicks(written(tmp_path / "clicks", text))
     assert found.numbers[0, :3].tolist() == pytest.approx([np.log(8), 0, np.log(101)])
     (batch,) = ClickBatches(found, 1000, batch=5)
     assert batch.ids["C1"].tolist() == [(2**32 - 1) % 1000] and batch.ids["C3"].tolist() == [15]
 
 
 def test_no_more_lines_are_read_than_requested(tmp_path: Path) -> None:
-    path = written(tmp_path, f"{LINE}\n{LINE}\nbroken\n")
+    path = written(tmp_path / "clicks", f"{LINE}\n{LINE}\nbroken\n")
     assert len(read_clicks(path, lines=2)) == 2
 
 
@@ -82,7 +72,7 @@ def test_no_more_lines_are_read_than_requested(tmp_path: Path) -> None:
 def test_the_error_of_a_broken_line_has_its_number_and_a_remedy(
     tmp_path: Path, line: str, message: str
 ) -> None:
-    path = written(tmp_path, f"{LINE}\n\n{line}\n")
+    path = written(tmp_path / "clicks", f"{LINE}\n\n{line}\n")
     with pytest.raises(ValueError) as error:
         read_clicks(path)
     assert str(error.value).startswith(f"{path}, line 3: expected 40 fields")
@@ -117,46 +107,6 @@ def test_every_epoch_has_each_line_once_in_its_own_order(clicks: Clicks) -> None
     first, second = torch.cat(found[:3]), torch.cat(found[3:])
     assert not torch.equal(first, second)
     assert sorted(first.tolist()) == sorted(second.tolist())
-
-
-def trained(
-    clicks: Clicks, name: str, *, dim: int = 8, plain: bool = False, device: str = "cpu", **how: Any
-) -> tuple[DLRM, Outcome]:
-    """A trained model; a plain one begins with the first values of ours."""
-    first, lr = DLRM(200, dim, device=device, seed=5), {"SGD": 0.5}.get(name, 0.02)
-    model = DLRM(200, dim, plain=True, device=device) if plain else first
-    if plain:
-        model.load_state_dict(first.state_dict())
-    optimizer = make_optimizer(name, lr, model.parameters())
-    if not plain:
-        speedtorch.attach(optimizer, model)
-    batches = ClickBatches(clicks, 200, batch=250, epochs=3)
-    outcome = train(model, optimizer, batches, ahead=not plain, **how)
-    model.state_dict()  # Brings all rows home, while the optimizer lives.
-    return model, outcome
-
-
-@pytest.mark.dealt("dim")
-@pytest.mark.parametrize("dim", [1, 16])
-@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
-def test_losses_and_all_rows_are_plain_torchs_bit_for_bit(
-    clicks: Clicks, name: str, dim: int
-) -> None:
-    (ours, one), (plain, other) = (trained(clicks, name, dim=dim, plain=p) for p in (False, True))
-    assert one.losses == other.losses and one.losses[-1] < one.losses[0]
-    found, expected = ours.state_dict(), plain.state_dict()
-    assert found.keys() == expected.keys()
-    untrained = DLRM(200, dim, seed=5).state_dict()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value) and not torch.equal(untrained[key], value)
-
-
-@NEEDS_GPU
-def test_on_a_gpu_the_loss_is_plain_torchs(clicks: Clicks) -> None:
-    ours, theirs = (
-        trained(clicks, "Adagrad", plain=plain, device="cuda")[1] for plain in (False, True)
-    )
-    assert ours.losses == pytest.approx(theirs.losses, rel=0.01)
 
 
 @pytest.mark.examples

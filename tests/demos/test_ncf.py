@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +53,6 @@ def test_training_raises_the_hit_rate_clearly_above_chance(ratings: Ratings, dev
     assert after.hit_rate > 0.3 and after.ndcg > 2 * before.ndcg
     assert outcome.finished and outcome.losses[-1] < 0.8 * outcome.losses[0]
     assert outcome.examples == 6 * (len(ratings) - 600)
-
-
-@pytest.mark.examples
-def test_with_and_without_prefetch_the_numbers_are_the_same(ratings: Ratings) -> None:
-    results = []
-    for ahead in (True, False):
-        model, optimizer = made(ratings, "cpu")
-        outcome = train(model, optimizer, stream_of(ratings, 2), ahead=ahead)
-        state = {k: v.clone() for k, v in model.state_dict().items()}
-        moments = copy.deepcopy(optimizer.state_dict()["state"])
-        results.append((outcome.losses, state, moments))
-    (losses, state, moments), (plain_losses, plain_state, plain_moments) = results
-    assert losses == plain_losses
-    assert all(torch.equal(state[name], plain_state[name]) for name in plain_state)
-    for number, entries in plain_moments.items():
-        assert all(torch.equal(moments[number][name], entries[name]) for name in entries)
 
 
 def test_a_step_changes_the_rows_of_its_batch_alone(ratings: Ratings) -> None:

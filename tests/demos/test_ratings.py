@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_commands import written
 
 from demos.ratings import Ratings, generated_ratings, leave_one_out, read_ratings
 
@@ -15,12 +16,6 @@ COMMAS = "userId,movieId,rating,timestamp\n" + TABS.replace("\t", ",").replace("
 EXPECTED = (
     "expected user and item as integers of at most 18 digits, a rating and a timestamp, separated"
 )
-
-
-def written(folder: Path, content: str | bytes) -> Path:
-    path = folder / "some file"
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
 
 
 def as_lists(ratings: Ratings) -> list[list[int]]:
@@ -43,7 +38,7 @@ def as_lists(ratings: Ratings) -> list[list[int]]:
     ids=["u.data", "ratings.dat", "ratings.csv", "windows", "mark", "empty_lines", "no_end"],
 )
 def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> None:
-    found = read_ratings(written(tmp_path, content))
+    found = read_ratings(written(tmp_path / "some file", content))
     # User 196 rated item 12 before item 242.
     assert as_lists(found) == [[0, 1, 1], [1, 0, 1], [7, 196], [12, 242]]
     assert len(found) == 3
@@ -77,7 +72,7 @@ def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> Non
 def test_the_error_of_a_broken_line_has_file_and_number(
     tmp_path: Path, content: str | bytes, message: str
 ) -> None:
-    path = written(tmp_path, content)
+    path = written(tmp_path / "some file", content)
     with pytest.raises(ValueError) as error:
         read_ratings(path)
     assert str(error.value).startswith(str(path)) and message in str(error.value)
