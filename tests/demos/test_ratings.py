@@ -37,8 +37,9 @@ def as_lists(ratings: Ratings) -> list[list[int]]:
     ],
     ids=["u.data", "ratings.dat", "ratings.csv", "windows", "mark", "empty_lines", "no_end"],
 )
-def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str) -> None:
-    found = read_ratings(written(tmp_path / "some file", content))
+@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzip"])
+def test_each_format_gives_the_same_ratings(tmp_path: Path, content: str, zipped: bool) -> None:
+    found = read_ratings(written(tmp_path / "some file", content, zipped))
     # User 196 rated item 12 before item 242.
     assert as_lists(found) == [[0, 1, 1], [1, 0, 1], [7, 196], [12, 242]]
     assert len(found) == 3

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ratings", "Split", "generated_ratings", "leave_one_out", "read_ratings"]
+from demos.batches import Ids
+from demos.gzip_files import open_plain_or_gzip
 
-Ids = npt.NDArray[np.int64]
+__all__ = ["Ratings", "Split", "generated_ratings", "leave_one_out", "read_ratings"]
 
 _COLUMNS = b"userId,movieId,rating,timestamp"
 _SEPARATORS = (b"::", b"\t", b",")
@@ -100,7 +101,7 @@ def leave_one_out(ratings: Ratings) -> Split:
 
 
 def read_ratings(path: Path) -> Ratings:
-    r"""Reads a ratings file of MovieLens; the first line determines the format.
+    r"""Reads a ratings file of MovieLens, plain or gzip; the first line determines the format.
 
     Lines have user, item, rating and timestamp, separated by tabs (`u.data`), by `::`
     (`ratings.dat`) or by commas after a header (`ratings.csv`). Empty lines are skipped.
@@ -115,7 +116,7 @@ def read_ratings(path: Path) -> Ratings:
     """
     users, items, times = array("q"), array("q"), array("q")
     separator, line_of = b"", re.compile(b"")
-    with path.open("rb") as file:
+    with open_plain_or_gzip(path) as file:
         for number, line in enumerate(file, 1):
             line = line.strip(b"\r\n")
             if not line:
@@ -144,8 +145,6 @@ def read_ratings(path: Path) -> Ratings:
 
 def _separator(line: bytes, path: Path, number: int) -> bytes:
     """The separator of the columns, according to the first line, which is a header for commas."""
-    if line.startswith(b"\x1f\x8b"):
-        raise ValueError(f"{path}: the file is compressed. Decompress it with gunzip.")
     for separator in _SEPARATORS:
         if separator in line and (separator != b"," or line == _COLUMNS):
             return separator

@@ -34,7 +34,7 @@ __all__ = [
 
 def json_bytes(facts: Mapping[str, Any]) -> bytes:
     """The content of `report.json`."""
-    return json.dumps(dict(facts), indent=2).encode() + b"\n"
+    return json.dumps(dict(facts), indent=2, default=str).encode() + b"\n"
 
 
 def save_model(folder: Path, model: nn.Module, facts: Mapping[str, Any]) -> list[Path]:
@@ -106,11 +106,10 @@ def run_facts(
 
     The size of tables is that of all processes; the peaks are those of this process.
     """
-    choices = asdict(settings)
     tables = [embedding.table for embedding in embeddings]
     table_bytes = torch.tensor(sum(table.nbytes for table in tables))
     return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in choices.items()},
+        "settings": asdict(settings),
         "device": str(device),
         "processes": processes.size,
         "memory": tables[0].memory if tables else None,

@@ -17,9 +17,9 @@ from demos.runner import Demo
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import npy_header
 
-__all__ = ["Rows", "WordVectors", "content_words", "nearest_neighbours", "row_blocks"]
+__all__ = ["WordVectors", "content_words", "nearest_neighbours"]
 
-Rows = Callable[[Tensor], Tensor]
+_Rows = Callable[[Tensor], Tensor]
 """Returns the vectors `[N, D]`, on the CPU, of word ids `[N]` on the CPU."""
 
 _BLOCK_ROWS = 1 << 14
@@ -55,13 +55,13 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
 
 
 def nearest_neighbours(
-    rows: Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
+    rows: _Rows, words: Sequence[str], chosen: Sequence[int], *, number: int = 6
 ) -> dict[str, list[str]]:
     """For each chosen word, the words with the highest cosine similarity, nearest first."""
     if not chosen:
         return {}
     query = _normalized(rows(torch.tensor(chosen)))
-    blocks = row_blocks(rows, len(words))
+    blocks = _row_blocks(rows, len(words))
     likeness = torch.cat([query @ _normalized(block).T for block in blocks], dim=1)
     # A word is not its own neighbour.
     likeness[torch.arange(len(chosen)), torch.tensor(chosen)] = -2.0
@@ -73,7 +73,7 @@ def _normalized(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=1)
 
 
-def row_blocks(rows: Rows, words: int) -> Iterable[Tensor]:
+def _row_blocks(rows: _Rows, words: int) -> Iterable[Tensor]:
     """All rows, in blocks `[up to 16,384, D]`, so that no table is copied whole."""
     return map(rows, torch.split(torch.arange(words), _BLOCK_ROWS))
 
@@ -109,7 +109,7 @@ class WordVectors(Demo):
             array.write(npy_header((len(words), dim), torch.float32))
             text.write(f"{len(words)} {dim}\n".encode())
             done = 0
-            for block in row_blocks(self.model.vectors, len(words)):
+            for block in _row_blocks(self.model.vectors, len(words)):
                 array.write(block.contiguous().numpy().tobytes())
                 named = zip(words[done : done + len(block)], block.tolist(), strict=True)
                 text.write("".join(line % (word, *values) for word, values in named).encode())
