@@ -24,6 +24,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from demo_commands import DEMOS, demo_file, demo_ratings, facts, run_demo
+from safetensors.torch import load_file
 from torch import nn
 
 import speedtorch
@@ -235,6 +236,21 @@ def test_prefetch_does_not_change_a_number(
     assert losses == pytest.approx(other_losses, rel=0 if device == "cpu" else 1e-3)
     if device == "cpu":
         torch.testing.assert_close(states, other_states, rtol=0, atol=0)
+
+
+def test_experts_learn_and_equal_the_run_with_all_experts_on_the_device(
+    tmp_path: Path, device: str
+) -> None:
+    assert run_demo("experts", tmp_path, "--compare", device=device) == 0
+    found = facts(tmp_path)
+    assert found["plain_torch"]["identical"] and found["training"]["steps"] == 120
+    losses = found["training"]["losses"]
+    assert losses[-1] < 0.8 * losses[0]
+    moved = found["units"]
+    assert moved["hits"] > 100 > moved["misses"] and moved["bytes_in"] > 10 * moved["host_bytes"]
+    assert moved["resident_bytes"] <= moved["budget_bytes"]
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(saved) == 6 * 4 and saved["experts.5.2.weight"].shape == (8, 32)
 
 
 GPU_RUNS = [

@@ -106,28 +106,28 @@ def test_a_wrong_argument_is_reported(
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no such"), OSError("no such"), MemoryError("no such")], ids=repr
+    ("error", "status", "message"),
+    [
+        (ValueError("no such"), 2, "no such"),
+        (OSError("no such"), 2, "no such"),
+        (MemoryError("no such"), 2, "no such"),
+        (KeyboardInterrupt(), 130, "interrupted by Ctrl-C"),
+    ],
+    ids=repr,
 )
-def test_what_does_not_fit_is_one_line_and_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+def test_what_ends_a_demonstration_is_one_line_and_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    message: str,
 ) -> None:
     def run(kind: object, settings: object) -> int:
         raise error
 
     monkeypatch.setattr(demo_command, "run", run)
-    assert command.main(["demo", "word2vec"]) == 2
-    assert capsys.readouterr().err == "speedtorch: no such\n"
-
-
-def test_ctrl_c_before_training_is_status_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(kind: object, settings: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo_command, "run", run)
-    assert command.main(["demo", "word2vec"]) == 130
-    assert capsys.readouterr().err == "speedtorch: interrupted by Ctrl-C\n"
+    assert command.main(["demo", "word2vec"]) == status
+    assert capsys.readouterr().err == f"speedtorch: {message}\n"
 
 
 def test_optimizer_names_are_those_of_torch() -> None:
