@@ -18,6 +18,7 @@ from speedtorch.nn.jagged import JaggedRows, KeyedFeatures, RowsByFeature
 from speedtorch.nn.prefetch import Prefetch
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import RoundingMode, StoredAs
+from speedtorch.table.resident_rows import ResidentReport
 from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "KeyedFeatures",
     "MemoryKind",
     "Prefetch",
+    "ResidentReport",
     "RoundingMode",
     "RowsByFeature",
     "Saved",

@@ -20,6 +20,7 @@ from speedtorch.memory.shared_memory import SharedMemory
 from speedtorch.ops.functions import wait_for_rows
 
 __all__ = [
+    "FilePlacement",
     "MappedPlacement",
     "MemoryKind",
     "NotMapped",
@@ -172,16 +173,16 @@ class _FilePlacement(Placement):
 
     def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
-        self.data, self._descriptor = system_calls.map_new_file(self.path, count)
-        self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
+        self.data, self.descriptor = system_calls.map_new_file(self.path, count)
+        self._closer = weakref.finalize(self, system_calls.calls.close, self.descriptor)
 
     def check(self) -> None:
         """Raises ValueError if the file was truncated, because a read would end the process."""
-        check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
+        check_size(str(self.path), os.fstat(self.descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
         self.settle()
-        system_calls.calls.fsync(self._descriptor)
+        system_calls.calls.fsync(self.descriptor)
 
     def release(self) -> None:
         self._closer()

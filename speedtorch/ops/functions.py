@@ -373,6 +373,37 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 """
 
 
+resident_open: Callable[..., int] = _ops.resident_open
+"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next four ops.
+
+`slots` is uint8 `[slots, bytes of a record]` on the CPU. `file` is a descriptor that the caller
+keeps open. Record r begins at byte r times the bytes of a record.
+"""
+
+
+resident_close: Callable[[int], None] = _ops.resident_close
+"""Forgets a handle and releases its slots."""
+
+
+resident_find: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_find
+"""Finds the slots of rows: `(handle, rows, changing)`. Reads records that have no slot.
+
+Returns the slots, and the errno and the row of a file call that failed, or 0. The first `changing`
+rows count as changed. A row that leaves its slot is first written to the file if it has changed.
+"""
+
+
+resident_write: Callable[..., Tensor] = _ops.resident_write
+"""Writes changed records to the file: `(handle, rows, forgets)`; of all rows if rows is None.
+
+With `forgets` all slots are then empty. Returns the errno and the row of a call that failed, or 0.
+"""
+
+
+resident_counts: Callable[[int], Tensor] = _ops.resident_counts
+"""Counts rows in slots, hits, misses, reads, writes, and nanoseconds of waits for the file."""
+
+
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
 """Queues a copy of int64 numbers on a GPU to the CPU: `(numbers, handle)`.
 
@@ -744,6 +775,7 @@ _OF_THE_PROCESS = (
     *("stop", "watch_graph", "graph_is_alive", "make_stream", "check_driver", "use_on"),
     *("reserve_range", "open_range", "map_range", "unmap_range", "range_bytes", "leave_range"),
     *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
+    *("resident_open", "resident_close", "resident_counts"),
 )
 
 
@@ -752,7 +784,7 @@ _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    "count_batch",
+    *("count_batch", "resident_find", "resident_write"),
 )
 
 

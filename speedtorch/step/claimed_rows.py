@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtorch.step.exchange import Exchange
 from speedtorch.step.parameter_view import OptimizerState, ParameterView
+from speedtorch.step.resident_store import store_of
 from speedtorch.step.rounding import Rounding
 from speedtorch.step.row_lock import serialized
 from speedtorch.step.row_store import RowStore
@@ -54,7 +55,7 @@ class ClaimedRows:
         self.table = table
         self.fields = WholeFields(table)
         self.parameter_view, self.parameter = view, view.parameter
-        store = RowStore(table, view.parameter.dtype, rounding)
+        store = store_of(table, view.parameter.dtype, rounding)
         self.held_dtype, self.rounding = store.held_dtype, rounding
         # With a capacity, a shard that lacks the padding row has padding == table.rows. This id
         # names a row of zeros outside the table.

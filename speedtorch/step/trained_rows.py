@@ -13,8 +13,9 @@ from speedtorch.step.cache_budget import CacheBudget, Need
 from speedtorch.step.cached_store import CachedStore
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.parameter_view import OptimizerState
+from speedtorch.step.resident_store import store_of
 from speedtorch.step.row_lock import serialized
-from speedtorch.step.row_store import Fields, RowStore
+from speedtorch.step.row_store import Fields
 from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.step import Batch, LookupPlaces
 from speedtorch.step.stepping import places_of_weights
@@ -87,8 +88,13 @@ class TrainedRows(WholeWeight):
         uses the memory of the rows.
         """
         kind, rounding = self.held_dtype, self.rounding
-        store = RowStore(self.table, kind, rounding)
+        store = store_of(self.table, kind, rounding)
         if nbytes is not None and self.shape[0]:
+            if self.table.resident is not None:
+                raise NotImplementedError(
+                    f"{self.name}: a cache on the GPU needs all rows in host memory, but the most"
+                    " used rows of this file table are there. Use resident= or cache=, not both."
+                )
             store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
             self.exchange.held.use(store)

@@ -16,7 +16,9 @@ from torch import Tensor
 from speedtorch.files import table_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
+from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.memory.placement import (
+    FilePlacement,
     MappedPlacement,
     MemoryKind,
     NotMapped,
@@ -31,6 +33,7 @@ from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
+from speedtorch.table.resident_rows import ResidentReport, ResidentRows
 from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
@@ -50,6 +53,8 @@ _Path = str | os.PathLike[str]
 
 
 _tables: weakref.WeakSet[HostTable] = weakref.WeakSet()
+
+_NEEDS_FILE = "resident: requires memory='file', got memory={!r}"
 
 
 class FieldRows(NamedTuple):
@@ -144,6 +149,10 @@ class HostTable:
         device: The GPU of memory="cuda".
         path: The new file of memory="file", without a header. If another program shortens the file,
             later calls raise. A call that reads the file at that moment ends the process.
+        resident: Bytes, or a text such as "64GiB", of host memory for the most used rows of
+            memory="file". Steps read other rows from the file and write changed rows when another
+            row needs the memory; the GPU reads resident rows in place. flush() writes all changed
+            rows. Until then another process sees older rows in the file.
 
     Attributes:
         rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
@@ -179,8 +188,9 @@ class HostTable:
         *,
         device: _Device = None,
         path: _Path | None = None,
+        resident: int | str | None = None,
     ) -> None:
-        self._allocate(rows, weight_and_state(dim, dtype, state), memory, device, path)
+        self._allocate(rows, weight_and_state(dim, dtype, state), memory, device, path, resident)
 
     @classmethod
     def from_fields(
@@ -191,6 +201,7 @@ class HostTable:
         *,
         device: _Device = None,
         path: _Path | None = None,
+        resident: int | str | None = None,
     ) -> HostTable:
         """Makes a zeroed table with any fields, name to (row shape, dtype). "weight" is optional.
 
@@ -201,7 +212,7 @@ class HostTable:
             8
         """
         table = cls.__new__(cls)
-        table._allocate(rows, fields, memory, device, path)
+        table._allocate(rows, fields, memory, device, path, resident)
         return table
 
     @classmethod
@@ -213,6 +224,7 @@ class HostTable:
         device: _Device = None,
         path: _Path | None = None,
         field: str | None = None,
+        resident: int | str | None = None,
     ) -> HostTable:
         """Makes a table with the fields and rows of a saved table.
 
@@ -242,11 +254,15 @@ class HostTable:
             [[7.0], [7.0]]
         """
         if memory == "mapped":
+            if resident is not None:
+                raise ValueError(_NEEDS_FILE.format(memory))
             return cls._mapped(source, device, path, field)
         with table_files.open_fields(source, field=field) as stored:
             fields = {name: (field.shape[1:], field.dtype) for name, field in stored.items()}
             rows = next(iter(stored.values())).shape[0]
-            table = cls.from_fields(rows, fields, memory, device=device, path=path)
+            table = cls.from_fields(
+                rows, fields, memory, device=device, path=path, resident=resident
+            )
             try:
                 table._read(stored, range(rows))
             except BaseException:
@@ -318,12 +334,37 @@ class HostTable:
         return table
 
     def _allocate(
-        self, rows: int, fields: Fields, kind: MemoryKind, device: _Device, path: _Path | None
+        self,
+        rows: int,
+        fields: Fields,
+        kind: MemoryKind,
+        device: _Device,
+        path: _Path | None,
+        resident: int | str | None,
     ) -> None:
         layout = lay_out(fields)
         self._describe(rows, layout)
+        slots = self._slots(resident, kind)
         placement = make_placement(self.nbytes, len(self.fields), kind, device, path)
         self._set_memory(placement, *_laid_out(placement.data, self.rows, layout))
+        if slots is not None and isinstance(placement, FilePlacement):
+            self.resident = ResidentRows(slots, placement.descriptor, str(placement.path))
+
+    def _slots(self, resident: int | str | None, kind: MemoryKind) -> HostTable | None:
+        """Allocates the memory of resident rows, if there is any."""
+        if resident is None:
+            return None
+        if kind != "file":
+            raise ValueError(_NEEDS_FILE.format(kind))
+        nbytes = bytes_of("resident", resident)
+        if self.record_bytes and nbytes < self.record_bytes:
+            raise ValueError(
+                f"resident: {text_of(nbytes)} are too few for one row of {self.record_bytes} bytes."
+                " Pass the bytes of at least the rows of one batch."
+            )
+        if self.nbytes == 0:
+            return None
+        return HostTable.from_fields(min(self.rows, nbytes // self.record_bytes), self.fields)
 
     def _describe(self, rows: int, layout: Record) -> None:
         """Checks the layout and sets the attributes that follow from it, without allocating."""
@@ -376,6 +417,28 @@ class HostTable:
         """
         if not self.writable:
             raise ValueError(f"{what}: the table {self._read_only()}")
+
+    resident: ResidentRows | None = None
+    """The most used rows in host memory, or None without `resident`."""
+
+    def report(self) -> ResidentReport:
+        """Returns the number of resident rows of a file table, hits, and file accesses.
+
+        Raises:
+            ValueError: The table was made without `resident`, or is closed.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = f"{folder}/rows"
+            ...     table = HostTable(8, 2, memory="file", path=path, resident="32B")
+            ...     table.report().slots
+            4
+        """
+        self._open_placement()
+        if self.resident is None:
+            raise ValueError("report: only a table with memory='file' and resident= has a report")
+        return self.resident.report()
 
     holder: weakref.ref[RowHolder] | None = None
 
@@ -1066,6 +1129,8 @@ class HostTable:
             placement.flush()
         finally:
             placement.release()
+            if self.resident is not None:
+                self.resident.close()
 
     def __enter__(self: _Self) -> _Self:
         return self

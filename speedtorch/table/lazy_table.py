@@ -14,6 +14,7 @@ from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, ShardSpec
 from speedtorch.table.new_table import NewTable
 from speedtorch.table.record_layout import Fields
+from speedtorch.table.resident_rows import ResidentRows
 
 __all__ = ["LazyTable"]
 
@@ -77,6 +78,11 @@ class LazyTable:
     def field(self, name: str) -> Tensor:
         """Returns all local rows of a field `[rows, ...]`, in their current memory."""
         return self.table_of(name).rows_of(name)
+
+    @property
+    def resident(self) -> ResidentRows | None:
+        """The most used rows of a file in host memory, or None without such rows."""
+        return None if self._table is None else self._table.resident
 
     @property
     def tracks_changes(self) -> bool:

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -107,6 +108,8 @@ KINDS = [
     Kind("Adam", True, ({"capacity": ROWS, "cache": "300B"},)),
     Kind("Adam", True, ({"stored": HALVES, **NEAREST}, {"cache": "90B", **STORED})),
     Kind("SGD-momentum", True, ({"capacity": ROWS, **STORED}, {"bag": True, "padding_idx": 0})),
+    Kind("Adam", True, ({"resident": "60B"}, {"resident": "100B", "padding_idx": 0})),
+    Kind("SGD-momentum", True, ({"resident": "40B", "capacity": ROWS}, {"resident": "16B"})),
 ]
 
 
@@ -167,6 +170,7 @@ class Ours:
 
     def __init__(self, kind: Kind) -> None:
         self.kind, self.case = kind, CASES[kind.optimizer]
+        self.folder = tempfile.TemporaryDirectory()
         self.first = [first_rows(number) for number in range(len(kind.modules))]
         made: list[nn.Module] = []
         for arguments, rows in zip(kind.modules, self.first, strict=True):
@@ -174,6 +178,9 @@ class Ours:
                 made.append(Tables(rows))
                 continue
             arguments = {"_weight": rows, "memory": "plain", **arguments}
+            if "resident" in arguments:
+                arguments["_weight"] = self.in_a_file(rows, arguments.pop("resident"))
+                del arguments["memory"]
             if arguments.pop("bag", False):
                 made.append(speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", **arguments))
             else:
@@ -183,6 +190,15 @@ class Ours:
         if kind.attached:
             speedtorch.attach(self.optimizer, self.model)
         self.programs = 0
+
+    def in_a_file(self, rows: Tensor, resident: str) -> speedtorch.HostTable:
+        """A table with these rows and some of the optimizer's state, of which few are resident."""
+        path = Path(self.folder.name, f"rows {len(os.listdir(self.folder.name))}")
+        table = speedtorch.HostTable(
+            ROWS, WIDTH, state=[*self.case.rows][:2], memory="file", path=path, resident=resident
+        )
+        table["weight"].copy_(rows)
+        return table
 
     def attach_anew(self) -> None:
         speedtorch.detach(self.optimizer)

@@ -1,0 +1,264 @@
+// Slots, their eviction and the threads of file calls; see resident_rows.h.
+
+#include "memory/resident_rows.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <thread>
+
+namespace speedtorch {
+namespace {
+
+constexpr int64_t kMaxThreads = 32;
+// The number of file calls that are worth a thread.
+constexpr int64_t kCallsPerThread = 16;
+// The maximum number of consecutive records in one call; less than IOV_MAX.
+constexpr int64_t kRecordsPerCall = 256;
+
+// Mixes all bits (splitmix64), because rows of one batch may differ in few.
+uint64_t mixed(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
+// Calls use(i) for i in [0, count) on several threads until a call returns an errno. Returns the
+// first such failure, where `row_of(i)` names the row.
+template <typename Use, typename RowOf>
+FileFailure in_threads(int64_t count, const Use& use, const RowOf& row_of) {
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> has_failed{false};
+  FileFailure failure;
+  const auto work = [&]() noexcept {
+    for (int64_t i; !has_failed && (i = next.fetch_add(1)) < count;) {
+      const int error = use(i);
+      if (error != 0 && !has_failed.exchange(true)) failure = {error, row_of(i)};
+    }
+  };
+  std::vector<std::thread> threads;
+  const int64_t wanted = std::min(kMaxThreads, count / kCallsPerThread);
+  sigset_t all, before;
+  sigfillset(&all);
+  // New threads inherit the mask, so that signals such as Ctrl-C reach Python's thread.
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    threads.reserve(static_cast<size_t>(wanted));
+    while (static_cast<int64_t>(threads.size()) < wanted) threads.emplace_back(work);
+  } catch (const std::exception&) {  // no memory or too many threads: the others do the work
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  return failure;
+}
+
+// Transfers all bytes of `parts` from `offset` on by preadv or pwritev; returns an errno or 0.
+template <typename Call>
+int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t offset) {
+  while (count > 0) {
+    ssize_t moved = call(file, parts, static_cast<int>(count), offset);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0) return errno;
+    if (moved == 0) return EIO;  // behind the end of a file that was truncated
+    offset += moved;
+    for (; count > 0 && moved >= static_cast<ssize_t>(parts->iov_len); ++parts, --count) {
+      moved -= static_cast<ssize_t>(parts->iov_len);
+    }
+    if (count > 0) {
+      parts->iov_base = static_cast<char*>(parts->iov_base) + moved;
+      parts->iov_len -= static_cast<size_t>(moved);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
+    : file_(file),
+      memory_(memory),
+      record_bytes_(record_bytes),
+      slots_(static_cast<size_t>(slot_count)),
+      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {}
+
+// The place of a row in the hash table, or of the empty place where it would be.
+size_t ResidentRows::place_of(int64_t row) const {
+  const size_t mask = table_.size() - 1;
+  size_t place = mixed(static_cast<uint64_t>(row)) & mask;
+  while (table_[place] != 0 && slots_[static_cast<size_t>(table_[place] - 1)].row != row) {
+    place = (place + 1) & mask;
+  }
+  return place;
+}
+
+void ResidentRows::insert(int64_t row, int64_t slot) {
+  Slot& made = slots_[static_cast<size_t>(slot)];
+  made.row = row;
+  made.is_changed = false;
+  made.chances = 0;
+  table_[place_of(row)] = static_cast<int32_t>(slot + 1);
+  ++resident_;
+}
+
+// Moves later rows of the same run to the free place, so that no run has a gap.
+void ResidentRows::erase(int64_t row) {
+  const size_t mask = table_.size() - 1;
+  size_t hole = place_of(row);
+  slots_[static_cast<size_t>(table_[hole] - 1)].row = kNone;
+  for (size_t place = (hole + 1) & mask; table_[place] != 0; place = (place + 1) & mask) {
+    const int64_t other = slots_[static_cast<size_t>(table_[place] - 1)].row;
+    const size_t home = mixed(static_cast<uint64_t>(other)) & mask;
+    if (((place - home) & mask) < ((place - hole) & mask)) continue;
+    table_[hole] = table_[place];
+    hole = place;
+  }
+  table_[hole] = 0;
+  --resident_;
+}
+
+// The next slot without a row, or else with a row that was not used for long. Not one of this call.
+int64_t ResidentRows::next_victim() {
+  for (;;) {
+    const int64_t slot = hand_;
+    hand_ = (hand_ + 1) % slot_count();
+    Slot& found = slots_[static_cast<size_t>(slot)];
+    if (found.call == call_) continue;
+    if (found.row == kNone || found.chances == 0) return slot;
+    --found.chances;
+  }
+}
+
+FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing,
+                               int64_t* slots) {
+  if (++call_ == 0) {  // no slot may seem to be of this call
+    for (Slot& slot : slots_) slot.call = 0;
+    call_ = 1;
+  }
+  std::vector<int64_t> missing;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t found = table_[place_of(rows[i])];
+    if (found == 0) {
+      missing.push_back(rows[i]);
+      continue;
+    }
+    Slot& slot = slots_[static_cast<size_t>(found - 1)];
+    if (slot.call != call_ && slot.chances < kMaxChances) ++slot.chances;
+    slot.call = call_;
+  }
+  std::ranges::sort(missing);
+  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+  counts_.hits += count - static_cast<int64_t>(missing.size());
+  counts_.misses += static_cast<int64_t>(missing.size());
+  if (!missing.empty()) {
+    std::vector<int64_t> victims, changed;
+    for (size_t k = 0; k < missing.size(); ++k) {
+      victims.push_back(next_victim());
+      Slot& victim = slots_[static_cast<size_t>(victims.back())];
+      victim.call = call_;
+      if (victim.row != kNone && victim.is_changed) changed.push_back(victims.back());
+    }
+    if (const FileFailure failure = write_slots(std::move(changed)); failure.error != 0) {
+      return failure;
+    }
+    for (const int64_t victim : victims) {
+      if (const int64_t row = slots_[static_cast<size_t>(victim)].row; row != kNone) erase(row);
+    }
+    if (const FileFailure failure = read_records(missing, victims); failure.error != 0) {
+      return failure;
+    }
+    for (size_t k = 0; k < missing.size(); ++k) insert(missing[k], victims[k]);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    slots[i] = table_[place_of(rows[i])] - 1;
+    if (i < changing) slots_[static_cast<size_t>(slots[i])].is_changed = true;
+  }
+  return {};
+}
+
+FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
+  std::vector<int64_t> changed;
+  const auto add = [&](int64_t slot) {
+    if (slots_[static_cast<size_t>(slot)].row != kNone &&
+        slots_[static_cast<size_t>(slot)].is_changed) {
+      changed.push_back(slot);
+    }
+  };
+  if (rows == nullptr) {
+    for (int64_t slot = 0; slot < slot_count(); ++slot) add(slot);
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      if (const int32_t found = table_[place_of(rows[i])]; found != 0) add(found - 1);
+    }
+  }
+  return write_slots(std::move(changed));
+}
+
+void ResidentRows::forget() {
+  std::ranges::fill(slots_, Slot{});
+  std::ranges::fill(table_, 0);
+  resident_ = 0;
+}
+
+FileFailure ResidentRows::read_records(const std::vector<int64_t>& rows,
+                                       const std::vector<int64_t>& slots) {
+  const auto begin = std::chrono::steady_clock::now();
+  const FileFailure failure = in_threads(
+      static_cast<int64_t>(rows.size()),
+      [&](int64_t i) {
+        const auto k = static_cast<size_t>(i);
+        iovec part{record(slots[k]), static_cast<size_t>(record_bytes_)};
+        return transfer(preadv, file_, &part, 1, rows[k] * record_bytes_);
+      },
+      [&](int64_t i) { return rows[static_cast<size_t>(i)]; });
+  if (failure.error == 0) counts_.reads += static_cast<int64_t>(rows.size());
+  counts_.wait_ns += (std::chrono::steady_clock::now() - begin).count();
+  return failure;
+}
+
+// Writes the records of slots, consecutive rows in one call, and marks them as unchanged.
+FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
+  if (slots.empty()) return {};
+  const auto begin = std::chrono::steady_clock::now();
+  const auto row_of = [&](size_t k) { return slots_[static_cast<size_t>(slots[k])].row; };
+  std::ranges::sort(slots, {}, [&](int64_t slot) { return slots_[static_cast<size_t>(slot)].row; });
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  std::vector<size_t> runs;  // the first slot of each run
+  for (size_t k = 0; k < slots.size(); ++k) {
+    const bool continues = k > 0 && row_of(k) == row_of(k - 1) + 1 &&
+                           static_cast<int64_t>(k - runs.back()) < kRecordsPerCall;
+    if (!continues) runs.push_back(k);
+  }
+  runs.push_back(slots.size());
+  const FileFailure failure = in_threads(
+      static_cast<int64_t>(runs.size()) - 1,
+      [&](int64_t i) {
+        const size_t first = runs[static_cast<size_t>(i)], end = runs[static_cast<size_t>(i) + 1];
+        iovec parts[kRecordsPerCall];
+        for (size_t k = first; k < end; ++k) {
+          parts[k - first] = {record(slots[k]), static_cast<size_t>(record_bytes_)};
+        }
+        const int error = transfer(pwritev, file_, parts, static_cast<int64_t>(end - first),
+                                   row_of(first) * record_bytes_);
+        if (error != 0) return error;
+        for (size_t k = first; k < end; ++k) {
+          slots_[static_cast<size_t>(slots[k])].is_changed = false;
+        }
+        return 0;
+      },
+      [&](int64_t i) { return row_of(runs[static_cast<size_t>(i)]); });
+  if (failure.error == 0) counts_.writes += static_cast<int64_t>(slots.size());
+  counts_.wait_ns += (std::chrono::steady_clock::now() - begin).count();
+  return failure;
+}
+
+}  // namespace speedtorch

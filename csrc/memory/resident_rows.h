@@ -1,0 +1,82 @@
+// The most used records of a file, in slots of host memory. A slot has one record: the bytes of a
+// row. A changed record is written to the file when its slot gets another row, and by write().
+//
+// Threads read and write records of one call at the same time, because a disk is fastest with many
+// requests. Between calls no thread exists. The caller waits for the GPU before each call, because
+// a call may read and overwrite slots.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace speedtorch {
+
+// The errno of the first file call that failed, or 0, and the row of its record.
+struct FileFailure {
+  int error = 0;
+  int64_t row = 0;
+};
+
+// Numbers since the constructor.
+struct ResidentCounts {
+  int64_t hits = 0;     // rows that were in slots
+  int64_t misses = 0;   // rows that were not
+  int64_t reads = 0;    // records read from the file
+  int64_t writes = 0;   // records written to the file
+  int64_t wait_ns = 0;  // time of calls that read or wrote records
+};
+
+class ResidentRows {
+ public:
+  // Record r of the file begins at byte r * record_bytes. `memory` has `slot_count` records. The
+  // file must remain open, and the memory allocated.
+  ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes);
+
+  // Finds the slots of `count` rows of the file, after reading records that have none. The first
+  // `changing` records are then marked as changed. If a file call fails, rows in slots remain
+  // there. At most slot_count() different rows.
+  FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t* slots);
+  // Writes changed records of these rows to the file; those of all rows if `rows` is null.
+  FileFailure write(const int64_t* rows, int64_t count);
+  // Removes all rows from their slots. Changes since the last write() are lost.
+  void forget();
+
+  int64_t slot_count() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t resident() const { return resident_; }
+  const ResidentCounts& counts() const { return counts_; }
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  struct Slot {
+    int64_t row = kNone;
+    uint32_t call = 0;    // the last call that used the slot
+    uint8_t chances = 0;  // rounds of the hand that the row survives without a use
+    bool is_changed = false;
+  };
+  static constexpr int64_t kNone = -1;
+  static constexpr uint8_t kMaxChances = 3;
+
+  char* record(int64_t slot) const { return memory_ + slot * record_bytes_; }
+  size_t place_of(int64_t row) const;
+  void insert(int64_t row, int64_t slot);
+  void erase(int64_t row);
+  int64_t next_victim();
+  FileFailure read_records(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
+  FileFailure write_slots(std::vector<int64_t> slots);
+
+  int file_;
+  char* memory_;
+  int64_t record_bytes_;
+  std::vector<Slot> slots_;
+  // A hash table with open addressing: 1 + a slot, or 0. Its size is a power of 2, and at most half
+  // of it is used.
+  std::vector<int32_t> table_;
+  int64_t resident_ = 0;
+  int64_t hand_ = 0;
+  uint32_t call_ = 0;
+  ResidentCounts counts_;
+  std::mutex mutex_;
+};
+
+}  // namespace speedtorch

@@ -1,0 +1,133 @@
+// resident_find, resident_write and resident_counts: records of a file in slots of host memory,
+// by a handle of resident_open. Called by speedtorch/step/resident_store.py.
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "call/arguments.h"
+#include "call/torch_calls.h"
+#include "core/registration.h"
+#include "memory/resident_rows.h"
+
+namespace speedtorch {
+namespace {
+
+struct Opened {
+  Opened(int file, const Tensor& slots)
+      : memory(slots),
+        rows(file, static_cast<char*>(slots.data_ptr()), slots.size(0), slots.size(1)) {}
+
+  Tensor memory;
+  ResidentRows rows;
+};
+
+struct Registry {
+  std::mutex mutex;
+  int64_t last = 0;
+  std::unordered_map<int64_t, std::shared_ptr<Opened>> opened;
+};
+
+Registry& registry() {
+  static auto* all = new Registry;  // never destroyed: threads may use it at exit
+  return *all;
+}
+
+std::shared_ptr<Opened> opened_by(const char* op, int64_t handle) {
+  Registry& all = registry();
+  const std::scoped_lock lock(all.mutex);
+  const auto found = all.opened.find(handle);
+  if (found == all.opened.end()) throw_value_error(op, "no open rows have the handle ", handle);
+  return found->second;
+}
+
+// Returns a handle. `slots` is uint8 [slots, bytes of a record] on the CPU.
+int64_t resident_open(const Tensor& slots, int64_t file) {
+  constexpr const char* kOp = "resident_open";
+  if (!slots.is_cpu() || slots.scalar_type() != ScalarType::Byte || slots.dim() != 2 ||
+      slots.numel() == 0) {
+    throw_value_error(kOp, "slots must be uint8 [slots, bytes] on the CPU and not empty, got ",
+                      dtype_text(slots), " of shape ", shape_text(shape_of(slots)), " on ",
+                      device_text(slots));
+  }
+  check_contiguous(kOp, "slots", slots);
+  check_count(kOp, "slots", slots.size(0), (int64_t{1} << 31) - 2);
+  const auto made = std::make_shared<Opened>(static_cast<int>(file), slots);
+  Registry& all = registry();
+  const std::scoped_lock lock(all.mutex);
+  all.opened.emplace(++all.last, made);
+  return all.last;
+}
+
+void resident_close(int64_t handle) {
+  Registry& all = registry();
+  const std::scoped_lock lock(all.mutex);
+  all.opened.erase(handle);
+}
+
+Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) {
+  const Tensor made = new_tensor(op, {2}, ScalarType::Long, on);
+  data_of(made)[0] = failure.error;
+  data_of(made)[1] = failure.row;
+  return made;
+}
+
+// Returns the slots of the rows, and [errno, row] of a file call that failed. The first `changing`
+// rows will be changed.
+Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing) {
+  constexpr const char* kOp = "resident_find";
+  const auto found = opened_by(kOp, handle);
+  check_list(kOp, "rows", rows, "slots", found->memory);
+  check_count(kOp, "changing", changing, rows.numel());
+  check_count(kOp, "rows", rows.numel(), found->rows.slot_count());
+  const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
+  const std::scoped_lock lock(found->rows.mutex());
+  const FileFailure failure =
+      found->rows.find(data_of(rows), rows.numel(), changing, data_of(slots));
+  return {slots, failure_of(kOp, failure, rows)};
+}
+
+// Writes changed records of `rows`, or of all rows, to the file. `forgets`: then empties all slots.
+// Returns [errno, row] of a file call that failed; no slot is emptied then.
+Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool forgets) {
+  constexpr const char* kOp = "resident_write";
+  const auto found = opened_by(kOp, handle);
+  if (rows) check_list(kOp, "rows", *rows, "slots", found->memory);
+  const std::scoped_lock lock(found->rows.mutex());
+  FileFailure failure;
+  if (!rows || rows->numel() > 0) {
+    failure = found->rows.write(rows ? data_of(*rows) : nullptr, rows ? rows->numel() : 0);
+  }
+  if (forgets && failure.error == 0) found->rows.forget();
+  return failure_of(kOp, failure, found->memory);
+}
+
+// Returns the rows in slots, hits, misses, reads, writes, and nanoseconds of waits for the file.
+Tensor resident_counts(int64_t handle) {
+  constexpr const char* kOp = "resident_counts";
+  const auto found = opened_by(kOp, handle);
+  const std::scoped_lock lock(found->rows.mutex());
+  const Tensor made = new_tensor(kOp, {6}, ScalarType::Long, found->memory);
+  const ResidentCounts& counts = found->rows.counts();
+  int64_t* const numbers = data_of(made);
+  numbers[0] = found->rows.resident();
+  numbers[1] = counts.hits;
+  numbers[2] = counts.misses;
+  numbers[3] = counts.reads;
+  numbers[4] = counts.writes;
+  numbers[5] = counts.wait_ns;
+  return made;
+}
+
+const Ops kOps{
+    {"resident_open(Tensor slots, int file) -> int", TORCH_BOX(&resident_open)},
+    {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
+    {"resident_find(int handle, Tensor rows, int changing) -> Tensor[]", TORCH_BOX(&resident_find)},
+    {"resident_write(int handle, Tensor? rows, bool forgets) -> Tensor",
+     TORCH_BOX(&resident_write)},
+    {"resident_counts(int handle) -> Tensor", TORCH_BOX(&resident_counts)},
+};
+
+}  // namespace
+}  // namespace speedtorch

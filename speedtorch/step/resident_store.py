@@ -1,0 +1,178 @@
+"""ResidentStore: the rows of a file table, of which the most used are in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from speedtorch.ops.functions import count_batch, exchange_rows, wait_for_rows
+from speedtorch.step.row_store import Block, Counted, Rounder, RowStore
+from speedtorch.table.lazy_table import LazyTable
+from speedtorch.table.resident_rows import ResidentRows
+
+__all__ = ["ResidentStore", "store_of"]
+
+
+class ResidentStore(RowStore):
+    """A RowStore that exchanges rows with the slots of ResidentRows instead of the mapped file.
+
+    The host finds the slots, and therefore waits for ids on a GPU, and for earlier exchanges.
+    Fields that another table has, such as state that the file lacks, are exchanged with that table.
+    """
+
+    can_wait = False
+
+    def __init__(
+        self,
+        table: LazyTable,
+        resident: ResidentRows,
+        held_dtype: torch.dtype,
+        rounding: Rounder | None = None,
+    ) -> None:
+        super().__init__(table, held_dtype, rounding)
+        self._resident = resident
+
+    def exchange(
+        self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
+    ) -> None:
+        """As RowStore.exchange; reads missing rows from the file first."""
+        if self._captures(outgoing or incoming):
+            raise RuntimeError(
+                "a CUDA graph cannot capture an exchange with a file table that has resident=,"
+                " because replays cannot read the file. Use a table in host memory."
+            )
+        host_fields, count = self.fields(names), self._resident.count
+        with self._writing(outgoing):
+            if (
+                sum(0 if block is None else len(block.ids) for block in (outgoing, incoming))
+                <= count
+            ):
+                self._exchange(names, host_fields, outgoing, incoming)
+                return
+            for part in _parts_of(outgoing, count):
+                self._exchange(names, host_fields, part, None)
+            for part in _parts_of(incoming, count):
+                self._exchange(names, host_fields, None, part)
+
+    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
+        """As RowStore.load."""
+        rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
+        self.exchange(names, outgoing, Block(rows, ids))
+        return rows
+
+    def load_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block,
+        ids: Tensor,
+        rows: int,
+        padding: int,
+        *,
+        evicts: bool = True,
+    ) -> list[Tensor]:
+        """As RowStore.load_batch; `evicts` must be true."""
+        assert evicts
+        made = count_batch(ids, outgoing.ids, rows, padding)
+        return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
+
+    def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
+        """As RowStore.exchange_counted; the host waits for the numbers of rows."""
+        self.exchange(names, _counted_block(outgoing), None)
+        self.exchange(names, None, _counted_block(incoming))
+
+    def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
+        """As RowStore.read, after changed records among `ids` are written to the file."""
+        wait_for_rows(out.device)
+        self._resident.write(ids.reshape(-1).to("cpu", torch.int64))
+        super().read(ids, out, name)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """As RowStore.write; first writes all resident rows to the file."""
+        wait_for_rows(rows.device)
+        self._resident.write_back()
+        super().write(ids, rows)
+
+    def write_back(self) -> None:
+        """Writes resident rows to the file. The next exchange reads them again."""
+        wait_for_rows(None)
+        self._resident.write_back()
+
+    def can_join(self, device: torch.device) -> bool:
+        """False, because one op supports the slots of only one table."""
+        return False
+
+    @staticmethod
+    def _captures(block: Block | None) -> bool:
+        on_gpu = block is not None and block.ids.is_cuda
+        return on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def _exchange(
+        self,
+        names: Iterable[str],
+        host_fields: Sequence[Tensor],
+        outgoing: Block | None,
+        incoming: Block | None,
+    ) -> None:
+        """Exchanges rows, at most as many as there are slots."""
+        one = outgoing or incoming
+        assert one is not None
+        out = outgoing or Block([field[:0] for field in one.rows], one.ids[:0])
+        into = incoming or Block([field[:0] for field in one.rows], one.ids[:0])
+        # The copy to the CPU waits for earlier exchanges on this stream, too.
+        ids = torch.cat([out.ids, into.ids]).cpu()
+        slots = self._resident.find(ids, len(out.ids))
+        table = self._table.table_of("weight")
+        for is_resident in (True, False):
+            chosen = [
+                (k, name)
+                for k, name in enumerate(names)
+                if (self._table.table_of(name) is table) is is_resident
+            ]
+            if not chosen:
+                continue
+            if is_resident:
+                fields = self._resident.fields(name for _, name in chosen)
+                number = len(out.ids)
+                lists = _by_slot(out, slots[:number]), _by_slot(into, slots[number:])
+            else:
+                fields = [host_fields[k] for k, _ in chosen]
+                lists = (out.ids, out.places), (into.ids, into.places)
+            rows_out, rows_in = ([block.rows[k] for k, _ in chosen] for block in (out, into))
+            exchange_rows(fields, rows_out, *lists[0], rows_in, *lists[1])
+
+
+def store_of(
+    table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
+) -> RowStore:
+    """The store of a table without a cache on the device."""
+    resident = table.resident
+    if resident is None:
+        return RowStore(table, held_dtype, rounding)
+    return ResidentStore(table, resident, held_dtype, rounding)
+
+
+def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The slots of a block's ids, ascending, and their places in the block."""
+    slots, order = slots.sort()
+    if block.ids.is_cuda:
+        slots, order = slots.to(block.ids.device), order.to(block.ids.device)
+    return slots, order if block.places is None else block.places[order]
+
+
+def _parts_of(block: Block | None, most: int) -> Iterator[Block]:
+    """Splits a block into parts with at most so many ids."""
+    if block is None:
+        return
+    for begin in range(0, len(block.ids), most):
+        ids = block.ids[begin : begin + most]
+        if block.places is None:
+            yield Block([rows[begin : begin + len(ids)] for rows in block.rows], ids)
+        else:
+            yield Block(block.rows, ids, block.places[begin : begin + len(ids)])
+
+
+def _counted_block(counted: Counted) -> Block:
+    number = 0 if counted.are_none else int(counted.number)
+    return Block(counted.rows, counted.ids[:number], counted.places[:number])

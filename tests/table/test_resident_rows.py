@@ -1,0 +1,408 @@
+"""File tables with resident rows: bitwise as in memory, for any number of slots and disk errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, optim
+
+import speedtorch
+from speedtorch import HostTable
+from speedtorch.ops.functions import (
+    resident_close,
+    resident_counts,
+    resident_find,
+    resident_open,
+    resident_write,
+)
+
+ROWS, WIDTH, IDS, STEPS = 120, 4, 12, 25
+RECORD = 3 * 4 * WIDTH
+SLOTS = {"one": 1, "fewer than a batch": 5, "some": 40, "all": ROWS}
+STATE = ("exp_avg", "exp_avg_sq")
+
+
+def made(folder: Path, slots: int | None, state: Any = STATE, rows: int = ROWS) -> HostTable:
+    """A table in memory, or in a file with so many slots."""
+    if slots is None:
+        table = HostTable(rows, WIDTH, state=state, memory="plain")
+    else:
+        resident = slots * (1 + len(state)) * 4 * WIDTH
+        path = folder / "rows"
+        table = HostTable(rows, WIDTH, state=state, memory="file", path=path, resident=resident)
+        assert table.report().slots == slots
+    return table.normal_(seed=1)
+
+
+def batches(steps: int = STEPS) -> list[Tensor]:
+    """Ids of which few are frequent, one of them the padding."""
+    draws = random.Random(3)
+    return [
+        torch.tensor([int((ROWS - 1) * draws.random() ** 3) for _ in range(IDS)])
+        for _ in range(steps)
+    ]
+
+
+def train(table: HostTable, device: str, ways: dict[str, Any]) -> list[Tensor]:
+    """Trains and evaluates in turns; what was seen."""
+    bag = ways.get("bag", False)
+    make = speedtorch.EmbeddingBag if bag else speedtorch.Embedding
+    module = make.from_pretrained(
+        table, freeze=False, padding_idx=3, device=device, capacity=ways.get("capacity")
+    )
+    optimizer: optim.Optimizer
+    if ways.get("sgd"):
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+    else:
+        optimizer = optim.Adam(module.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, module)
+    seen = []
+    given = [ids.view(3, -1) if bag else ids for ids in batches()]
+    loader = given
+    if ways.get("ahead"):
+        loader = speedtorch.prefetch(given, module, ids=lambda batch: batch)
+    for number, ids in enumerate(loader):
+        optimizer.zero_grad()
+        if ways.get("announce"):
+            module.announce(ids, ids + 1)
+        result = module(ids.to(device))
+        loss = (result**2).sum()
+        if ways.get("announce") or ways.get("twice"):
+            loss = loss + (module((ids + 1).to(device)) ** 3).sum()
+        loss.backward()
+        optimizer.step()
+        seen.append(result.detach().cpu())
+        if number == 10:
+            seen.append(table["weight"].clone())
+        if number % 7 == 4:
+            with torch.no_grad():
+                module.eval()
+                seen.append(module(torch.arange(9, device=device).view(3, -1)).cpu())
+                module.train()
+    return seen
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "Adam": {},
+    "SGD": {"sgd": True},
+    "prefetch": {"ahead": True},
+    "announce": {"announce": True},
+    "two lookups": {"twice": True},
+    "capacity": {"capacity": 2 * IDS},
+    "bag": {"bag": True},
+}
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_training_is_that_of_a_table_in_memory(
+    ways: dict[str, Any], slots: int, device: str, tmp_path: Path
+) -> None:
+    state = () if ways.get("sgd") else STATE
+    expected_table, table = (made(tmp_path, each, state) for each in (None, slots))
+    expected, seen = (train(each, device, ways) for each in (expected_table, table))
+    assert all(torch.equal(*pair) for pair in zip(expected, seen, strict=True))
+    for name in table.fields:
+        assert torch.equal(table[name], expected_table[name])
+    report = table.report()
+    if slots == ROWS:
+        assert report.hit_rate > 0.3
+    else:
+        assert report.reads > 0 < report.writes
+    table.flush()
+    stored = np.fromfile(tmp_path / "rows", np.float32).reshape(ROWS, -1)
+    assert np.array_equal(stored[:, :WIDTH], expected_table.numpy())
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_state_that_the_file_lacks_is_beside_it(slots: int, device: str, tmp_path: Path) -> None:
+    expected_table, table = made(tmp_path, None, ()), made(tmp_path, slots, ())
+    expected, seen = (train(each, device, {}) for each in (expected_table, table))
+    assert all(torch.equal(*pair) for pair in zip(expected, seen, strict=True))
+
+
+def test_rows_of_16_bits(device: str, tmp_path: Path) -> None:
+    state = dict.fromkeys(STATE, (WIDTH, torch.bfloat16))
+    tables = [
+        HostTable(ROWS, WIDTH, torch.bfloat16, state, "plain"),
+        HostTable(ROWS, WIDTH, torch.bfloat16, state, "file", path=tmp_path / "r", resident="240B"),
+    ]
+    seen = []
+    for table in tables:
+        table.normal_(seed=1)
+        torch.manual_seed(7)
+        module = speedtorch.Embedding(
+            ROWS, WIDTH, _weight=table, stored=torch.bfloat16, device=device
+        )
+        optimizer = optim.Adam(module.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, module)
+        for ids in batches():
+            optimizer.zero_grad()
+            (module(ids.to(device)) ** 2).sum().backward()
+            optimizer.step()
+        seen.append(table["weight"].clone())
+    assert torch.equal(*seen)
+
+
+def test_rows_that_are_written_between_steps_count(tmp_path: Path) -> None:
+    table = made(tmp_path, 40, ())
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    ids = torch.tensor([5, 6])
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(ids).sum().backward()
+        optimizer.step()
+        table.scatter(torch.tensor([5]), torch.full((1, WIDTH), 9.0), "weight")
+    assert module(ids)[0].tolist() == [9.0] * WIDTH
+
+
+def test_another_reader_sees_the_last_flush(tmp_path: Path) -> None:
+    table = made(tmp_path, ROWS, ())
+    table.flush()
+    before = np.fromfile(tmp_path / "rows", np.float32)
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    for ids in batches(3):
+        optimizer.zero_grad()
+        module(ids).sum().backward()
+        optimizer.step()
+    assert np.array_equal(np.fromfile(tmp_path / "rows", np.float32), before)
+    table.flush()
+    assert np.array_equal(np.fromfile(tmp_path / "rows", np.float32), table.numpy().ravel())
+    assert not np.array_equal(np.fromfile(tmp_path / "rows", np.float32), before)
+
+
+# ------------------------------------------------------------------------------------------------
+# Disk errors
+
+
+@contextmanager
+def opened_as(table: HostTable, flags: int) -> Iterator[None]:
+    """Within the block the table's file is open with other flags."""
+    placement = table._open_placement()
+    descriptor = placement.descriptor  # type: ignore[attr-defined]
+    saved, other = os.dup(descriptor), os.open(str(placement.path), flags)
+    os.dup2(other, descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
+        os.close(other)
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDONLY], ids=["reads", "writes"])
+@pytest.mark.parametrize("slots", [14, 60])
+def test_a_step_that_the_disk_fails_changes_nothing_and_loses_nothing(
+    flags: int, slots: int, tmp_path: Path
+) -> None:
+    expected_table, table = made(tmp_path, None, ()), made(tmp_path, slots, ())
+    tables = expected_table, table
+    modules = [speedtorch.Embedding.from_pretrained(each, freeze=False) for each in tables]
+    optimizers = [optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    failed = 0
+    for ids in batches():
+        with opened_as(table, flags):
+            try:
+                modules[1](ids)
+            except OSError as error:
+                failed += 1
+                assert (error.errno, error.filename) == (errno.EBADF, str(tmp_path / "rows"))
+                assert "the record of row" in str(error)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.zero_grad()
+            (module(ids) ** 2).sum().backward()
+            optimizer.step()
+    assert failed >= 4
+    assert torch.equal(table["weight"], expected_table["weight"])
+
+
+def test_a_flush_that_the_disk_fails_keeps_the_changes(tmp_path: Path) -> None:
+    table = made(tmp_path, 60, ())
+    train_some = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(train_some.parameters(), lr=1.0)
+    train_some(torch.tensor([7])).sum().backward()
+    before = table["weight"][7] + 0
+    optimizer.step()
+    with opened_as(table, os.O_RDONLY), pytest.raises(OSError, match="writing the record of row 7"):
+        table.flush()
+    assert torch.equal(table["weight"][7], before - 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"memory": "plain", "resident": 64}, ValueError, "requires memory='file', got memory='pl"),
+        ({"resident": 15}, ValueError, "15 B are too few for one row of 16 bytes"),
+        ({"resident": "many"}, ValueError, "resident: expected a text such as"),
+        ({"resident": 1.5}, TypeError, "resident: expected bytes or a text"),
+        ({"resident": 0}, ValueError, "resident: expected more than 0 bytes"),
+    ],
+)
+def test_wrong_arguments_make_no_file(
+    arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    path = None if "memory" in arguments else tmp_path / "rows"
+    with pytest.raises(kind, match=message):
+        HostTable(10, WIDTH, **{"memory": "file", "path": path, **arguments})
+    assert not (tmp_path / "rows").exists()
+
+
+def test_a_mapped_table_has_no_resident_rows(tmp_path: Path) -> None:
+    HostTable(3, 1, memory="plain").save(tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match="requires memory='file', got memory='mapped'"):
+        HostTable.open(tmp_path / "t.safetensors", "mapped", resident="1MB")
+
+
+def test_a_saved_table_is_read_into_a_file_with_resident_rows(tmp_path: Path) -> None:
+    saved = made(tmp_path, None)
+    saved.save(tmp_path / "t.safetensors")
+    path = tmp_path / "rows"
+    with HostTable.open(tmp_path / "t.safetensors", "file", path=path, resident="96B") as table:
+        assert torch.equal(table["weight"], saved["weight"]) and table.report().slots == 2
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_only_an_open_table_with_slots_has_a_report(close: bool, tmp_path: Path) -> None:
+    table = made(tmp_path, 3 if close else None)
+    if close:
+        table.close()
+    with pytest.raises(ValueError, match="is closed" if close else "only a table with memory='fi"):
+        table.report()
+
+
+def test_a_cache_needs_rows_in_memory(tmp_path: Path) -> None:
+    module = speedtorch.Embedding.from_pretrained(made(tmp_path, 5), freeze=False)
+    with pytest.raises(NotImplementedError, match="Use resident= or cache=, not both"):
+        speedtorch.cache(module, "1KB")
+
+
+def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
+    with HostTable(0, WIDTH, memory="file", path=tmp_path / "rows", resident="1KB") as table:
+        assert speedtorch.Embedding.from_pretrained(table)(torch.empty(0).long()).shape == (
+            0,
+            WIDTH,
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The ops
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[int, int], tuple[int, Tensor, Path]]]:
+    """Makes a file of records, and slots; returns the handle, the slots and the file."""
+    closers: list[Callable[[], object]] = []
+
+    def make(rows: int, slots: int) -> tuple[int, Tensor, Path]:
+        path = tmp_path / "records"
+        np.arange(rows, dtype=np.int64).repeat(2).tofile(path)
+        descriptor = os.open(path, os.O_RDWR)
+        memory = torch.zeros(slots, 16, dtype=torch.uint8)
+        handle = resident_open(memory, descriptor)
+        closers.extend((lambda: resident_close(handle), lambda: os.close(descriptor)))
+        return handle, memory.view(torch.int64), path
+
+    yield make
+    for close in closers:
+        close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("slots", [1, 2, 7, 64, 700])
+def test_slots_have_the_records_of_their_rows(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]], slots: int, seed: int
+) -> None:
+    draws = random.Random(seed)
+    rows = 400
+    handle, memory, path = opened(rows, slots)
+    mirror = np.arange(rows, dtype=np.int64)
+    for call in range(200):
+        count = draws.randint(0, min(slots, 60))
+        ids = [draws.randrange(rows) for _ in range(count)]
+        changing = len(dict.fromkeys(ids)) if draws.random() < 0.7 else 0
+        ids = [*dict.fromkeys(ids)] if changing else ids
+        changing = draws.randint(0, changing)
+        found, failure = resident_find(handle, torch.tensor(ids, dtype=torch.int64), changing)
+        assert failure.tolist()[0] == 0
+        assert memory[found, 0].tolist() == memory[found, 1].tolist() == mirror[ids].tolist()
+        value = 1000 * call
+        memory[found[:changing]] = torch.arange(changing)[:, None] + value
+        mirror[ids[:changing]] = np.arange(changing) + value
+        if draws.random() < 0.1:
+            some = torch.tensor(draws.sample(range(rows), 50))
+            assert resident_write(handle, some, False).tolist()[0] == 0
+            stored = np.fromfile(path, np.int64).reshape(-1, 2)
+            assert np.array_equal(stored[some, 0], mirror[some])
+        if draws.random() < 0.05:
+            assert resident_write(handle, None, True).tolist()[0] == 0
+            assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 1], mirror)
+            assert resident_counts(handle).tolist()[0] == 0
+    resident_write(handle, None, False)
+    assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
+
+
+def test_a_file_that_was_cut_off_is_an_error(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    handle, memory, path = opened(10, 4)
+    os.truncate(path, 50)
+    found, failure = resident_find(handle, torch.tensor([2, 3]), 0)
+    assert failure.tolist() == [errno.EIO, 3]
+    found, failure = resident_find(handle, torch.tensor([2]), 0)
+    assert failure.tolist()[0] == 0 and memory[found].tolist() == [[2, 2]]
+
+
+def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
+    descriptor = os.open("/dev/full", os.O_RDWR)
+    memory = torch.zeros(1, 16, dtype=torch.uint8)
+    handle = resident_open(memory, descriptor)
+    (slot,), _ = resident_find(handle, torch.tensor([5]), 1)
+    memory[slot] = 7
+    assert resident_find(handle, torch.tensor([6]), 0)[1].tolist() == [errno.ENOSPC, 5]
+    assert resident_write(handle, None, True).tolist() == [errno.ENOSPC, 5]
+    assert resident_find(handle, torch.tensor([5]), 0)[1].tolist()[0] == 0
+    assert memory.tolist() == [[7] * 16] and resident_counts(handle).tolist()[0] == 1
+    resident_close(handle)
+    os.close(descriptor)
+
+
+def test_used_rows_stay_longer_than_others(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    handle, _, _ = opened(1000, 20)
+    frequent = torch.arange(10)
+    for call in range(60):
+        resident_find(handle, frequent, 0)
+        resident_find(handle, torch.arange(100 + 5 * call, 105 + 5 * call), 0)
+    _, hits, misses, reads, *_ = resident_counts(handle).tolist()
+    assert reads == misses == 10 + 5 * 60 and hits == 10 * 59
+
+
+def test_wrong_arguments_of_the_ops(opened: Callable[[int, int], tuple[int, Tensor, Path]]) -> None:
+    handle, memory, _ = opened(10, 4)
+    with pytest.raises(ValueError, match="no open rows have the handle -1"):
+        resident_find(-1, torch.arange(2), 0)
+    with pytest.raises(ValueError, match="resident_find: rows"):
+        resident_find(handle, torch.arange(5), 0)
+    with pytest.raises(ValueError, match="resident_find: changing"):
+        resident_find(handle, torch.arange(2), 3)
+    with pytest.raises(ValueError, match="rows must be"):
+        resident_write(handle, torch.arange(2).int(), False)
+    with pytest.raises(ValueError, match="slots must be uint8"):
+        resident_open(memory, 0)
+    assert resident_counts(handle).tolist()[0] == 0
