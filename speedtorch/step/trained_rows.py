@@ -90,11 +90,6 @@ class TrainedRows(WholeWeight):
         kind, rounding = self.held_dtype, self.rounding
         store = store_of(self.table, kind, rounding)
         if nbytes is not None and self.shape[0]:
-            if self.table.resident is not None:
-                raise NotImplementedError(
-                    f"{self.name}: a cache on the GPU needs all rows in host memory, but the most"
-                    " used rows of this file table are there. Use resident= or cache=, not both."
-                )
             store = CachedStore(self.name, self.table, kind, nbytes, members, rounding)
         with as_plain():
             self.exchange.held.use(store)
@@ -106,7 +101,15 @@ class TrainedRows(WholeWeight):
         return self._store.nbytes if isinstance(self._store, CachedStore) else None
 
     def cache_need(self, state: Fields | None = None) -> Need:
-        """The memory that a cache of all rows needs, with the current state or with `state`."""
+        """The memory that a cache of all rows needs, with the current state or with `state`.
+
+        Raises NotImplementedError for a file table with `resident`.
+        """
+        if self.table.resident is not None:
+            raise NotImplementedError(
+                f"{self.name}: a cache needs all rows in host memory, but only the most used rows"
+                " of this file table are there. Use resident= or cache=, not both."
+            )
         fields = self.exchange.held.fields
         if state is not None:
             fields = {"weight": fields["weight"], **state}

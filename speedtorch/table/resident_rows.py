@@ -63,7 +63,8 @@ class ResidentRows:
     """The most used records of a file, in slots of host memory.
 
     A changed record is written to the file when its slot gets another row, and by write_back().
-    The caller waits for the GPU before each call, and serializes calls.
+    The caller waits for the GPU before each call, and serializes calls. A forked child begins with
+    empty slots, because its parent process writes the changed records.
 
     Args:
         slots: The memory of the slots.
@@ -76,6 +77,7 @@ class ResidentRows:
         self._handle = resident_open(records, descriptor)
         self._closer = weakref.finalize(self, resident_close, self._handle)
         self._closer.atexit = False  # rows are written back at exit, too
+        self._process = os.getpid()
 
     @property
     def count(self) -> int:
@@ -92,12 +94,14 @@ class ResidentRows:
         The caller changes the records of the first `changing` ids. At most `count` ids. Raises
         OSError if the file cannot be read or written; then all changed records are still resident.
         """
+        self._drop_inherited()
         slots, failure = resident_find(self._handle, ids, changing)
         self._raise(failure, "reading or writing")
         return slots
 
     def write(self, ids: Tensor) -> None:
         """Writes the changed records among these ids `[n]` to the file. Raises as find()."""
+        self._drop_inherited()
         self._raise(resident_write(self._handle, ids, False), "writing")
 
     def write_back(self) -> None:
@@ -106,6 +110,7 @@ class ResidentRows:
         Does nothing after close().
         """
         if self._closer.alive:
+            self._drop_inherited()
             self._raise(resident_write(self._handle, None, True), "writing")
 
     def report(self) -> ResidentReport:
@@ -128,6 +133,11 @@ class ResidentRows:
         """Frees the slots; changes since write_back() are lost."""
         self._closer()
         self._slots.close()
+
+    def _drop_inherited(self) -> None:
+        if self._process != os.getpid():
+            resident_write(self._handle, torch.empty(0, dtype=torch.int64), True)
+            self._process = os.getpid()
 
     def _raise(self, failure: Tensor, doing: str) -> None:
         number, row = failure.tolist()

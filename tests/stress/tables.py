@@ -138,6 +138,10 @@ class Owner:
         memory = self.draw.choice(choices)
         if memory in ("file", "shared"):
             self.features.add(f"{memory} table")
+        self.slots = 0
+        if memory == "file" and "cache" not in self.settings and self.draw.random() < 0.6:
+            self.slots = self.draw.choice([1, 4, 20, 100])
+            self.features.add("resident rows")
         return memory
 
     # ---- the module
@@ -155,6 +159,7 @@ class Owner:
             for name, is_wide in names.items()
         }
         path = self.folder / f"{self.kind}-{self.draw.getrandbits(60):x}.rows"
+        widths = [self.width, *(width for width, _ in state.values())]
         table = HostTable(
             len(rows),
             self.width,
@@ -162,6 +167,7 @@ class Owner:
             state=state,
             memory=self.memory,  # type: ignore[arg-type]
             path=path if self.memory == "file" else None,
+            resident=4 * sum(widths) * self.slots or None,  # twice as many slots, with 16 bits
         )
         table["weight"].copy_(rows)
         return table

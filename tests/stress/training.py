@@ -671,6 +671,8 @@ class Program(Training):
         nbytes = self.draw.choice([None, *CACHES])
         if self.device == "cuda" and not owner.row_module.table.is_in_place:
             return
+        if owner.slots:
+            return  # a cache needs all rows in host memory
         self.features.add("cache")
         self.say(f"cache of {nbytes}")
         self.drop()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch import HostTable
@@ -182,6 +182,30 @@ def test_another_reader_sees_the_last_flush(tmp_path: Path) -> None:
     assert not np.array_equal(np.fromfile(tmp_path / "rows", np.float32), before)
 
 
+def test_a_forked_child_writes_no_row_of_its_parent(tmp_path: Path) -> None:
+    table = made(tmp_path, ROWS, ())
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    first = table["weight"][5].clone()
+
+    def train_row(row: int) -> None:
+        optimizer.zero_grad()
+        module(torch.tensor([row])).sum().backward()
+        optimizer.step()
+
+    for row in (5, 6):  # the second step brings the row of the first to its slot
+        train_row(row)
+    if (child := os.fork()) == 0:
+        with torch.no_grad():
+            seen = module.eval()(torch.tensor([5]))[0]
+        table.flush()
+        os._exit(0 if torch.equal(seen, first) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    stored = np.fromfile(tmp_path / "rows", np.float32).reshape(ROWS, WIDTH)
+    assert np.array_equal(stored[5], first.numpy())
+    assert torch.equal(table["weight"][5], first - 1)
+
+
 # ------------------------------------------------------------------------------------------------
 # Disk errors
 
@@ -286,9 +310,14 @@ def test_only_an_open_table_with_slots_has_a_report(close: bool, tmp_path: Path)
 
 
 def test_a_cache_needs_rows_in_memory(tmp_path: Path) -> None:
-    module = speedtorch.Embedding.from_pretrained(made(tmp_path, 5), freeze=False)
+    table = made(tmp_path, 5)
+    others = [speedtorch.Embedding(9, WIDTH) for _ in range(2)]
+    model = nn.Sequential(others[0], speedtorch.Embedding.from_pretrained(table), others[1])
     with pytest.raises(NotImplementedError, match="Use resident= or cache=, not both"):
-        speedtorch.cache(module, "1KB")
+        speedtorch.cache(model, "1KB")
+    assert [other.trained_rows.cache_bytes for other in others] == [None, None]
+    with pytest.raises(NotImplementedError, match="Use resident= or cache=, not both"):
+        speedtorch.Embedding(ROWS, WIDTH, _weight=table, cache="1KB")
 
 
 def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
