@@ -20,7 +20,6 @@ from speedtorch.memory.shared_memory import SharedMemory
 from speedtorch.ops.functions import wait_for_rows
 
 __all__ = [
-    "FilePlacement",
     "MappedPlacement",
     "MemoryKind",
     "NotMapped",
@@ -76,6 +75,7 @@ class Placement:
     data: Tensor  # the bytes, uint8 `[count]`; "mapped" fields have no common tensor
     memory: MemoryKind  # never "auto"
     path: str | None = None  # the file of the bytes, if there is one
+    descriptor: int | None = None  # of the open file, with memory="file"
     reason: str = ""  # why the memory differs from the requested kind, or is slower to access
     writable: bool = True  # whether rows may be written
     # whether a GPU's kernels access rows in host memory without a copy; False for memory="cuda"
@@ -173,16 +173,17 @@ class _FilePlacement(Placement):
 
     def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
-        self.data, self.descriptor = system_calls.map_new_file(self.path, count)
-        self._closer = weakref.finalize(self, system_calls.calls.close, self.descriptor)
+        self.data, self._descriptor = system_calls.map_new_file(self.path, count)
+        self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
+        self.descriptor = self._descriptor
 
     def check(self) -> None:
         """Raises ValueError if the file was truncated, because a read would end the process."""
-        check_size(str(self.path), os.fstat(self.descriptor).st_size, self.data.numel())
+        check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
         self.settle()
-        system_calls.calls.fsync(self.descriptor)
+        system_calls.calls.fsync(self._descriptor)
 
     def release(self) -> None:
         self._closer()

@@ -18,7 +18,6 @@ from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.memory import host_memory
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.memory.placement import (
-    FilePlacement,
     MappedPlacement,
     MemoryKind,
     NotMapped,
@@ -347,7 +346,7 @@ class HostTable:
         slots = self._slots(resident, kind)
         placement = make_placement(self.nbytes, len(self.fields), kind, device, path)
         self._set_memory(placement, *_laid_out(placement.data, self.rows, layout))
-        if slots is not None and isinstance(placement, FilePlacement):
+        if slots is not None and placement.descriptor is not None:
             self.resident = ResidentRows(slots, placement.descriptor, str(placement.path))
 
     def _slots(self, resident: int | str | None, kind: MemoryKind) -> HostTable | None:

@@ -214,7 +214,8 @@ def test_a_forked_child_writes_no_row_of_its_parent(tmp_path: Path) -> None:
 def opened_as(table: HostTable, flags: int) -> Iterator[None]:
     """Within the block the table's file is open with other flags."""
     placement = table._open_placement()
-    descriptor = placement.descriptor  # type: ignore[attr-defined]
+    descriptor = placement.descriptor
+    assert descriptor is not None
     saved, other = os.dup(descriptor), os.open(str(placement.path), flags)
     os.dup2(other, descriptor)
     try:
