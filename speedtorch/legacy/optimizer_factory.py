@@ -134,8 +134,8 @@ class OptimizerSwitcher(BatchExchange):
     # ---- Files contain the full state of each row. State that the optimizer keeps once (the step
     # count) is repeated for each row, so that one file, replaced atomically, is enough to resume.
 
-    def _scalars(self) -> dict[str, Tensor]:
-        """The optimizer state without rows, as tensors on the CPU."""
+    def _repeated(self) -> dict[str, Tensor]:
+        """The optimizer state without rows, repeated for each row, on the CPU."""
         state = self._state()
         known = {name: state.get(name, value) for name, value in self._probe.scalar_state.items()}
         if not known and not self._probe.row_state:
@@ -149,22 +149,20 @@ class OptimizerSwitcher(BatchExchange):
                     f"the optimizer's state {name!r} is a {type(value).__name__}, which files of"
                     " rows cannot contain. Save optimizer.state_dict() beside the table."
                 )
-        return {name: torch.as_tensor(value).detach().cpu() for name, value in known.items()}
+        once = {name: torch.as_tensor(value).detach().cpu() for name, value in known.items()}
+        return {name: v.expand(self.total_classes, *v.shape) for name, v in once.items()}
 
     def _to_save(self) -> dict[str, Tensor]:
-        scalars = self._scalars()
-        repeated = {name: v.expand(self.total_classes, *v.shape) for name, v in scalars.items()}
+        repeated = self._repeated()
         return self._rows() | repeated
 
     def _layout(self) -> families.Fields:
-        once = self._scalars().items()
-        scalars = {name: ((self.total_classes, *v.shape), v.dtype) for name, v in once}
-        return {**super()._layout(), **scalars}
+        repeated = self._repeated().items()
+        return {**super()._layout(), **{name: (tuple(v.shape), v.dtype) for name, v in repeated}}
 
     def _to_load(self) -> dict[str, Tensor]:
-        scalars = self._scalars().items()
-        empty = {name: v.new_empty((self.total_classes, *v.shape)) for name, v in scalars}
-        return super()._to_load() | empty
+        repeated = self._repeated().items()
+        return super()._to_load() | {name: v.new_empty(v.shape) for name, v in repeated}
 
     def _loaded(self, content: dict[str, Tensor]) -> None:
         scalars: dict[str, Any] = {}
