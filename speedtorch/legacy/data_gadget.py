@@ -58,8 +58,8 @@ class GadgetSwitcher(OneField):
                 raise ValueError("fileName: the data must have at least one dimension")
         else:
             self.fileName = os.fspath(fileName)
-            with open_fields(self.fileName) as stored:
-                _choose(stored, field)
+            with open_fields(self.fileName, field=field) as stored:
+                _only(stored)
 
     def gadgetInit(self) -> None:
         """Reads the rows into the gadget's own memory; the first use calls this if needed."""
@@ -70,8 +70,8 @@ class GadgetSwitcher(OneField):
             self._data = None  # so that the rows are not in memory twice
 
     def _read_file(self, path: str) -> None:
-        with open_fields(path) as stored:
-            self._fill(_choose(stored, self._field))
+        with open_fields(path, field=self._field) as stored:
+            self._fill(_only(stored))
 
     def _fill(self, source: Tensor | StoredField) -> None:
         """Creates and fills a table, which then replaces the old one."""
@@ -163,13 +163,11 @@ def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
     return torch.from_numpy(array if shared else array.copy())
 
 
-def _choose(stored: Mapping[str, _Field], field: str | None) -> _Field:
-    """Selects the requested tensor of a file."""
-    if field is None and len(stored) == 1:
-        return next(iter(stored.values()))
-    if field is None or field not in stored:
-        raise ValueError(f"field must be one of the file's {listed(stored)}, got {field!r}")
-    return stored[field]
+def _only(stored: Mapping[str, _Field]) -> _Field:
+    """The single tensor of a file, or the one that `field` has chosen."""
+    if len(stored) > 1:
+        raise ValueError(f"field must be one of the file's {listed(stored)}, got None")
+    return next(iter(stored.values()))
 
 
 class _CupyGadget(CupyFiles, GadgetSwitcher):
@@ -239,8 +237,8 @@ class DataGadget(_CupyGadget, place=families.host_or_variable):
         if not self._is_mapped:
             super()._read_file(path)
             return
-        table = HostTable.open(path, "mapped")
-        rows = _choose({name: table[name] for name in table.fields}, self._field)
+        table = HostTable.open(path, "mapped", field=self._field)
+        rows = _only({name: table[name] for name in table.fields})
         self._store(Stored(table, {"weight": rows}))
 
 
@@ -282,20 +280,6 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         """
         return super().getData(retrievedPosIndexes, retrievedNegIndexes)
 
-    def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
-        """Saves a copy to another file; the gadget's own file already contains every insert.
-
-        Raises:
-            ValueError: The file is the gadget's own, or the format does not support the dtype.
-        """
-        own, target = self.fileName, file_name(saveFileName)
-        if own is not None and os.path.exists(target) and os.path.samefile(own, target):
-            raise ValueError(
-                f"{target} is the file that this gadget maps, and contains all inserts already. To"
-                " save a copy, choose another name."
-            )
-        super().saveCupy(saveFileName)
-
     def _start(self, fileName: Source, *, field: str | None = None) -> None:
         if isinstance(fileName, np.ndarray | Tensor):
             raise TypeError("fileName: DataGadgetMM requires a file; use DataGadget for arrays")
@@ -311,10 +295,11 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
         raise RuntimeError("DataGadgetMM has no HostTable. getCupyMM() returns the mapped rows.")
 
     def _read_file(self, path: str) -> None:
-        with open_fields(path) as stored:
-            array = _choose(stored, self._field)
+        with open_fields(path, field=self._field) as stored:
+            array = _only(stored)
         data = torch.empty(array.shape, dtype=array.dtype)
         if array.nbytes:  # an empty range cannot be mapped
             mapped = np.memmap(path, np.uint8, "r+", offset=array.offset, shape=(array.nbytes,))
             data = torch.from_numpy(mapped).view(array.dtype).view(array.shape)
+        self._mapped_file = os.path.realpath(path)
         self._store(Stored(None, {"weight": data}))

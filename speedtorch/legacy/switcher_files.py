@@ -25,6 +25,9 @@ __all__ += ["read_tensors"]
 class CupyFiles(Switcher):
     """Files of the families that used CuPy: .npy and .safetensors, never pickle."""
 
+    _mapped_file: str | None = None
+    """The real path of the file that has the rows themselves."""
+
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
 
@@ -42,10 +45,11 @@ class CupyFiles(Switcher):
                 fields are saved to one .safetensors file, or to one `name.field.npy` each.
 
         Raises:
-            ValueError: The format does not support the dtype (bfloat16 and float8 in .npy).
+            ValueError: The format does not support the dtype (bfloat16 and float8 in .npy), or the
+                file is the one that a DataGadgetMM maps, which contains all inserts already.
         """
         self._settle()
-        save_fields(file_name(saveFileName), self._to_save())
+        save_fields(file_name(saveFileName), self._to_save(), self._mapped_file)
 
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Loads all rows from a file of `saveCupy` or np.save with exactly these fields.

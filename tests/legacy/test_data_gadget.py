@@ -120,7 +120,7 @@ def test_one_tensor_of_several_is_chosen_by_name() -> None:
     assert_same_bytes(all_rows(DataGadget("data.safetensors", field="second")), second)
     with pytest.raises(ValueError, match="field must be one of the file's first, second, got None"):
         DataGadget("data.safetensors")
-    with pytest.raises(ValueError, match="one of the file's first, second, got 'third'"):
+    with pytest.raises(ValueError, match="no field 'third'. Choose one of 'first', 'second'"):
         DataGadget("data.safetensors", field="third")
 
 
@@ -400,6 +400,8 @@ def test_a_mapped_gadget_takes_another_file_and_saves_a_copy() -> None:
     gadget.loadCupy("two")
     gadget.saveCupy("three")
     assert np.load("three.npy").sum() == 20
+    with pytest.raises(ValueError, match="the rows of the table are in this file"):
+        gadget.saveCupy("two")
     with pytest.raises(RuntimeError, match="DataGadgetMM has no HostTable"):
         _ = gadget.table
 

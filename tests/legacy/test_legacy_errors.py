@@ -141,7 +141,7 @@ OF_ROWS: dict[Callable[[], Any], list[tuple[str, Any, type[Exception], str]]] = 
         ("loadTorch", "empty.pt", ValueError, "empty.pt"),
     ],
     mapped_gadget: [
-        ("saveCupy", "mine.npy", ValueError, "is the file that this gadget maps"),
+        ("saveCupy", "mine.npy", ValueError, "the rows of the table are in this file"),
         ("__getattribute__", "table", RuntimeError, "DataGadgetMM has no HostTable"),
     ],
     with_batch: [
