@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Indexes", "all_within", "flat_index", "on_gpu"]
+__all__ = ["Indexes", "all_within", "as_tensor", "flat_index", "on_gpu"]
 
 Indexes = Tensor | npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range | int
 
@@ -43,14 +43,24 @@ def _flat(indexes: Indexes) -> Tensor:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
             raise TypeError(f"indexes: expected integers, got {array.dtype} of shape {array.shape}")
-        # Copies arrays that torch cannot share: read-only, other byte order, negative strides.
-        array = np.require(array, requirements=["C", "W"])
-        ids = torch.from_numpy(array if array.dtype.isnative else array.astype(np.int64))
+        ids = as_tensor(array)
     if ids.dtype in (torch.int64, torch.int32):
         return ids
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise TypeError(f"indexes: expected integers, got {ids.dtype} of shape {list(ids.shape)}")
     return ids.to(torch.int64)
+
+
+def as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
+    """Converts data to a tensor, which shares the memory if torch can share it."""
+    if isinstance(data, Tensor):
+        return data.detach()
+    array = np.asarray(data)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # Copies only arrays that torch cannot share: read-only, negative strides, fields of records.
+    shared = all(stride >= 0 and stride % max(1, array.itemsize) == 0 for stride in array.strides)
+    return torch.from_numpy(array if shared and array.flags.writeable else array.copy())
 
 
 def all_within(index: Tensor, rows: int) -> bool:

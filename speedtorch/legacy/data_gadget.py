@@ -15,7 +15,7 @@ from torch import Tensor
 from speedtorch.files.file_format import listed
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
-from speedtorch.legacy.batch_ids import Indexes, flat_index
+from speedtorch.legacy.batch_ids import Indexes, as_tensor, flat_index
 from speedtorch.legacy.numpy_index import Index, elements_of, row_ids
 from speedtorch.legacy.switcher import OneField, Stored, gathered
 from speedtorch.legacy.switcher_files import (
@@ -53,7 +53,7 @@ class GadgetSwitcher(OneField):
         self._data: Tensor | None = None
         self.fileName: str | None = None
         if isinstance(fileName, np.ndarray | Tensor):
-            self._data = _as_tensor(fileName)
+            self._data = as_tensor(fileName)
             if self._data.dim() == 0:
                 raise ValueError("fileName: the data must have at least one dimension")
         else:
@@ -136,7 +136,7 @@ class GadgetSwitcher(OneField):
         where = self._rows()["weight"].device
         if self._stored is not None and self._stored.table is not None:
             self._stored.table.check_writable("insertData")
-        rows = _as_tensor(dataObject)
+        rows = as_tensor(dataObject)
         if where.type == "cuda":
             rows = rows.to(where, non_blocking=True)
         field, ids = self._selected(indexes, retrievedNegIndexes, rows.device)
@@ -149,18 +149,6 @@ class GadgetSwitcher(OneField):
             ) from error
         values = values.to(field.dtype).reshape(ids.numel(), *field.shape[1:])
         pinned_scatter(field, ids.reshape(-1), values.contiguous())
-
-
-def _as_tensor(data: Tensor | npt.ArrayLike) -> Tensor:
-    """Converts data to a tensor, which shares the memory if torch can share it."""
-    if isinstance(data, Tensor):
-        return data.detach()
-    array = np.asarray(data)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    # Copies only arrays that torch cannot share: read-only arrays and negative strides.
-    shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
-    return torch.from_numpy(array if shared else array.copy())
 
 
 def _only(stored: Mapping[str, _Field]) -> _Field:

@@ -102,6 +102,7 @@ def test_arrays_that_torch_cannot_share_are_copied() -> None:
         data.astype(">f8"),
         read_only,
         data[:, ::2],
+        np.ones(4, dtype=[("kind", "i1"), ("value", "f8")])["value"],
     ):
         assert np.array_equal(DataGadget(source).getNumpyVersion(), source)
 
