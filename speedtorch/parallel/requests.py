@@ -28,6 +28,7 @@ from speedtorch.parallel.lookup_request import Lookup, LookupRequest, group_in_r
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.sharded_ids import ShardedIds
 from speedtorch.plan.fixed_size_batch import BAD_IDS
+from speedtorch.plan.planned_batch import PlannedAhead
 from speedtorch.step.announcements import Announced
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.exchange import Exchange
@@ -38,7 +39,7 @@ from speedtorch.step.step import Batch
 __all__ = ["PlannedRequests", "Requests"]
 
 
-class PlannedRequests:
+class PlannedRequests(PlannedAhead):
     """A batch's requests, and the plan of the rows that all ranks request from this rank."""
 
     def __init__(self, requests: Sequence[LookupRequest], after: PlannedRequests | None) -> None:
@@ -49,17 +50,6 @@ class PlannedRequests:
         """The argument of exchange.steps.announce()."""
         self.error: Exception | None = None
         self.is_exchanged = False
-        self._until: torch.cuda.Event | None = None
-
-    def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Sets the event after which the tensors made on a side stream are complete."""
-        self._until = event
-
-    def join(self) -> None:
-        """Makes the current stream wait for the event of planned_until(), once."""
-        if self._until is not None:
-            torch.cuda.current_stream(self._until.device).wait_event(self._until)
-            self._until = None
 
     def send_counts(self) -> None:
         """Sends the other ranks the numbers of requested rows; see LookupRound.send_counts."""

@@ -24,6 +24,7 @@ __all__ = [
     "ID_DTYPES",
     "BatchIds",
     "LoadedBatch",
+    "PlannedAhead",
     "PlannedBatch",
     "SeenIds",
     "SeenTensors",
@@ -174,7 +175,23 @@ def _state_of(ids: Tensor) -> tuple[Hashable, ...]:
     return version_of(ids), ids.data_ptr(), ids.shape, ids.stride(), ids.dtype
 
 
-class BatchIds:
+class PlannedAhead:
+    """A plan that a side stream may compute."""
+
+    _planned: torch.cuda.Event | None = None
+
+    def planned_until(self, event: torch.cuda.Event | None) -> None:
+        """Sets the event after which the plan is complete, if a side stream computes the plan."""
+        self._planned = event
+
+    def join(self) -> None:
+        """Makes the current stream wait until the plan is complete, once."""
+        if self._planned is not None:
+            torch.cuda.current_stream(self._planned.device).wait_event(self._planned)
+            self._planned = None
+
+
+class BatchIds(PlannedAhead):
     """The ids of a batch, of any shape, on the CPU or a GPU, with one part per lookup.
 
     Ids are planned either with `plan_by()` or together with the ids of other tables. `plan` is the
@@ -195,7 +212,6 @@ class BatchIds:
     ) -> None:
         self.name = name
         self.rows = rows
-        self._planned: torch.cuda.Event | None = None
         self._seen: list[SeenIds] = []
         self.number = len(parts) or 1
         """The number of parts."""
@@ -309,16 +325,6 @@ class BatchIds:
         """The tensors of the plan and the recorded ids."""
         yield from self.plan
         yield from (seen.values for seen in self._seen)
-
-    def planned_until(self, event: torch.cuda.Event | None) -> None:
-        """Sets the event after which the plan is complete, if a side stream computes the plan."""
-        self._planned = event
-
-    def join(self) -> None:
-        """Makes the current stream wait until the plan is complete."""
-        if self._planned is not None:
-            torch.cuda.current_stream(self._planned.device).wait_event(self._planned)
-            self._planned = None
 
     def error(self, bad: int, position: int, bad_id: int) -> IndexError:
         """The error for `bad` ids out of range; the first bad id is at `position`."""
