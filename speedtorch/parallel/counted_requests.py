@@ -41,9 +41,8 @@ class CountedRound(LookupRound["CountedRequest"]):
         own = counts[0] if len(counts) == 1 else torch.cat(counts)
         if self._ranks.has_barrier:
             return HostCopy(own)
-        words = self._ranks.words([request.call.code for request in requests], own.device).clone()
-        words[:, : len(requests)] += own.view(len(requests), -1).t() + 1
-        words = self._ranks.all_to_all(requests[0].name, words)[:, : len(requests) + 1]
+        calls, numbers = [request.call for request in requests], own.view(len(requests), -1).t() + 1
+        words = self._ranks.gather_codes(requests[0].name, calls, own.device, numbers)
         gathered = HostCopy(torch.cat([own, words.reshape(-1)]))
         if own.is_cpu:  # the words are complete: raises at once if the lookups differ
             self._read_counts(requests, gathered)

@@ -134,19 +134,19 @@ class Ranks:
             raise self._abort(name, f"a rank has ended or failed, or is {self.timeout:.0f} s late")
         return found
 
-    def words(self, codes: list[int], device: torch.device) -> Tensor:
-        """Codes, followed by END, for each rank: `[size, WORDS]`, an expanded view of one row."""
-        words = torch.tensor([*codes, END] + [0] * (LOOKUPS - len(codes)))
-        if device.type == "cuda":  # the host would wait for a copy from pageable memory
-            words = words.pin_memory().to(device, non_blocking=True)
-        return words.expand(self.size, WORDS)
-
-    def gather_codes(self, name: str, calls: Sequence[Call], device: torch.device) -> Tensor:
+    def gather_codes(
+        self, name: str, calls: Sequence[Call], device: torch.device, added: Tensor | None = None
+    ) -> Tensor:
         """All-gathers codes of calls, and the word behind them: `[size, calls + 1]`, on the device.
 
-        The host does not wait.
+        `added` `[size, calls]` is added to the codes for each rank. The host does not wait.
         """
-        words = self.words([call.code for call in calls], device)
+        words = torch.tensor([*(call.code for call in calls), END] + [0] * (LOOKUPS - len(calls)))
+        if device.type == "cuda":  # the host would wait for a copy from pageable memory
+            words = words.pin_memory().to(device, non_blocking=True)
+        words = words.repeat(self.size, 1)
+        if added is not None:
+            words[:, : len(calls)] += added
         return self.all_to_all(name, words)[:, : len(calls) + 1]
 
     def compare_codes(self, name: str, codes: HostCopy, count: int) -> None:
