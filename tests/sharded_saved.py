@@ -154,7 +154,8 @@ def check_refusals() -> None:
     def failed(*_: object) -> None:
         raise OSError("lost")
 
-    patch = mock.patch.object(model.rows, "flush", failed) if is_last else mock.MagicMock()
+    rows = model.rows.trained_rows
+    patch = mock.patch.object(rows, "flush", failed) if is_last else mock.MagicMock()
     kind, message = (OSError, "lost") if is_last else (RuntimeError, f"rank {last} raises OSError")
     with soon("flush"), patch:
         raises(kind, message, begin)

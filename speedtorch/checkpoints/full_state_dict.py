@@ -46,35 +46,35 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
             with speedtorch.full_state_dict(model):
                 accelerator.save_state(folder)
     """
-    sharing: dict[Ranks, list[tuple[RowModule, ShardedRows]]] = {}
+    sharing: dict[Ranks, list[ShardedRows]] = {}
     for module in model.modules():
         if isinstance(module, RowModule) and isinstance(module.lookups, ShardedRows):
-            sharing.setdefault(module.lookups.ranks, []).append((module, module.lookups))
-    made: list[tuple[RowModule, Mapping[str, Tensor]]] = []
+            sharing.setdefault(module.lookups.ranks, []).append(module.lookups)
+    made: list[tuple[ShardedRows, Mapping[str, Tensor]]] = []
     for ranks in sorted(sharing, key=lambda ranks: ranks.name):
         made += _collected(ranks, sharing[ranks])
     with ExitStack() as stack:
-        for module, full in made:
-            stack.enter_context(module.trained_rows.fields.replaced_by(full))
+        for table, full in made:
+            stack.enter_context(table.rows.fields.replaced_by(full))
         yield
 
 
 def _collected(
-    ranks: Ranks, modules: list[tuple[RowModule, ShardedRows]]
-) -> list[tuple[RowModule, Mapping[str, Tensor]]]:
-    """Gathers all rows of modules, by field, on the first rank; empty on the other ranks."""
-    modules[0][1].check_gather()
+    ranks: Ranks, tables: list[ShardedRows]
+) -> Iterator[tuple[ShardedRows, Mapping[str, Tensor]]]:
+    """Gathers all rows of tables, by field, on the first rank; empty on the other ranks."""
+    tables[0].check_gather()
     full: list[dict[str, Tensor]] = []
     names: list[list[str]] = []
 
     def prepare() -> list[list[str]]:
         """Writes rows back and returns the field names; the first rank allocates memory."""
-        for module, _ in modules:
-            module.flush()
-            state = state_of(module.trained_rows)
+        for table in tables:
+            table.rows.flush()
+            state = state_of(table.rows)
             names.append(["weight", *(() if state is None else state.names)])
         if ranks.rank == 0:
-            full.extend(_allocate(modules, names))
+            full.extend(_allocate(tables, names))
         return names
 
     def error_of(text: str) -> Exception:
@@ -87,30 +87,25 @@ def _collected(
                 f"full_state_dict: rank {rank} has the fields {of_rank}, and rank {ranks.rank} has"
                 f" {names}. Pass the same model, with the same optimizers attached, on all ranks."
             )
-    for number, (module, lookups) in enumerate(modules):
-        with module.trained_rows.lock:
+    for number, table in enumerate(tables):
+        with table.rows.lock:
             for name in names[number]:
-                lookups.gather_field(name, full[number][name] if full else None)
-    return [(module, tensors) for (module, _), tensors in zip(modules, full, strict=False)]
+                table.gather_field(name, full[number][name] if full else None)
+    return zip(tables, full, strict=False)
 
 
-def _allocate(
-    modules: list[tuple[RowModule, ShardedRows]], names: list[list[str]]
-) -> list[dict[str, Tensor]]:
+def _allocate(tables: list[ShardedRows], names: list[list[str]]) -> list[dict[str, Tensor]]:
     """Allocates host memory for all rows; raises MemoryError if there is too little."""
+    pairs = list(zip(tables, names, strict=True))
     needed = 0
-    for (module, _), fields in zip(modules, names, strict=True):
-        table = module.trained_rows.table
+    for table, fields in pairs:
         for name in fields:
-            field = table.field(name)
-            needed += table.whole_rows * field.shape[1:].numel() * field.element_size()
+            field = table.rows.table.field(name)
+            needed += table.rows.table.whole_rows * field.shape[1:].numel() * field.element_size()
     if host_memory.is_checked() and needed > (available := host_memory.available_bytes()):
         raise MemoryError(
             f"all rows and their state need {needed:,} bytes of host memory on the first rank, but"
             f" {available:,} are available. Use torch.distributed.checkpoint, which saves rows on"
             " each rank."
         )
-    return [
-        {name: lookups.allocate_all_rows(name) for name in fields}
-        for (_, lookups), fields in zip(modules, names, strict=True)
-    ]
+    return [{name: table.allocate_all_rows(name) for name in fields} for table, fields in pairs]

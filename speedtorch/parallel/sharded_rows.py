@@ -74,7 +74,7 @@ class ShardedRows(SharedLookups):
         sparse: bool,
         model: Callable[[], nn.Module | None],
     ) -> None:
-        self._rows, self.ranks = rows, ranks
+        self.rows, self.ranks = rows, ranks
         self._model = model
         self._wrapped = 0
         """The number of modules of fully_shard and replicate that are already checked."""
@@ -95,9 +95,9 @@ class ShardedRows(SharedLookups):
         """As TrainedRows.rows_of; the rows are copies of the owners' rows."""
         self._check_replicas()
         request = self.exchange.for_step(ids)
-        places, held = self._rows.rows_of(request.requested.ids, max_norm, norm_type)
+        places, held = self.rows.rows_of(request.requested.ids, max_norm, norm_type)
         padding = len(held) - 1 if self._owns_padding else -1
-        sparse = self._rows.makes_sparse(requested=self._sparse)
+        sparse = self.rows.makes_sparse(requested=self._sparse)
         rows = torch.embedding(held, places, padding, False, sparse)
         received = self._exchange_rows(rows, request)
         return self._operand(request, self._with_backward(rows, request, received))
@@ -115,7 +115,7 @@ class ShardedRows(SharedLookups):
         if (active := active_data_parallel()) is not None:
             if allows_uneven_inputs(active):
                 raise NotImplementedError(
-                    f"{self._rows.name}: sharded rows cannot be looked up within"
+                    f"{self.rows.name}: sharded rows cannot be looked up within"
                     " DistributedDataParallel.join(). A rank without further batches makes no"
                     " lookups there, and the other ranks would wait for it. Do not use join(). A"
                     " rank without further batches must look up empty batches."
@@ -127,7 +127,7 @@ class ShardedRows(SharedLookups):
         wrapped = composable_data_parallel()
         if self._wrapped == len(wrapped):
             return
-        weight: Tensor = self._rows.weight
+        weight: Tensor = self.rows.weight
         model = self._model()
         own = set() if model is None else set(model.modules())
         for module, name, ranks in wrapped:
@@ -142,7 +142,7 @@ class ShardedRows(SharedLookups):
             if wrapper != "DistributedDataParallel":
                 same = "a mesh of the same ranks"
             raise NotImplementedError(
-                f"{self._rows.name}: the rows are sharded among ranks"
+                f"{self.rows.name}: the rows are sharded among ranks"
                 f" {sorted(self.ranks.members)}, but {wrapper} also trains the model on ranks"
                 f" {sorted(other_ranks)}. The copies of the rows would differ. Call"
                 f" speedtorch.shard() and {wrapper} with {same}."
@@ -157,7 +157,7 @@ class ShardedRows(SharedLookups):
         """The seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
         number = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
         call = Call(Kind.PACE, self._number, number)
-        numbers = self.ranks.all_gather_number(self._rows.name, call)
+        numbers = self.ranks.all_gather_number(self.rows.name, call)
         return max(number >> 1 for number in numbers) / 1e6, all(n & 1 for n in numbers)
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
@@ -176,7 +176,7 @@ class ShardedRows(SharedLookups):
     def read(self, ids: Ids) -> Tensor:
         """As TrainedRows.read."""
         request = self.exchange.without_step(ids)
-        rows = self._exchange_rows(self._rows.read(request.requested.ids), request)
+        rows = self._exchange_rows(self.rows.read(request.requested.ids), request)
         return torch.embedding(rows, request.places)
 
     def borrow(
@@ -184,22 +184,22 @@ class ShardedRows(SharedLookups):
     ) -> tuple[Tensor, Tensor]:
         """As TrainedRows.borrow."""
         request = self.exchange.without_step(ids)
-        places, held = self._rows.borrow(request.requested.ids, max_norm, norm_type)
+        places, held = self.rows.borrow(request.requested.ids, max_norm, norm_type)
         return self._operand(request, self._exchange_rows(held[places], request))
 
     def check_gather(self) -> None:
         """Raises DisagreementError on all ranks unless all are about to call gather_field()."""
         calls = [Call(Kind.FULL, self._number)]
-        self.ranks.compare_calls(self._rows.name, calls, self._rows.exchange.held.device)
+        self.ranks.compare_calls(self.rows.name, calls, self.rows.exchange.held.device)
 
     def allocate_all_rows(self, name: str) -> Tensor:
         """Allocates host memory for all rows of a field."""
-        field, rows = self._rows.table.field(name), self._sharding.rows
+        field, rows = self.rows.table.field(name), self._sharding.rows
         return torch.empty((rows, *field.shape[1:]), dtype=field.dtype, device="cpu")
 
     def gather_field(self, name: str, out: Tensor | None) -> None:
         """Copies all rows of a field from their owners to `out`, which only rank 0 passes."""
-        sharding, ranks, field = self._sharding, self.ranks, self._rows.table.field(name)
+        sharding, ranks, field = self._sharding, self.ranks, self.rows.table.field(name)
         owned = [sum(len(rows) for rows, _ in sharding.blocks(rank)) for rank in range(ranks.size)]
         elements = field.shape[1:].numel()
         most = max(1, _COLLECTED_BYTES // (elements * field.element_size()))
@@ -207,8 +207,8 @@ class ShardedRows(SharedLookups):
             parts = [range(min(begin, rows), min(begin + most, rows)) for rows in owned]
             own = parts[ranks.rank]
             sent = field[own.start : own.stop].reshape(len(own), elements).view(torch.uint8)
-            sent = sent.to(self._rows.exchange.held.device)
-            received = ranks.gather_rows(self._rows.name, sent, list(map(len, parts)))
+            sent = sent.to(self.rows.exchange.held.device)
+            received = ranks.gather_rows(self.rows.name, sent, list(map(len, parts)))
             if out is not None:
                 ids = torch.cat([sharding.ids(rank, part) for rank, part in enumerate(parts)])
                 whole = out.view(sharding.rows, elements).view(torch.uint8)
@@ -225,7 +225,7 @@ class ShardedRows(SharedLookups):
         return request.with_padding(rows, self._padding)
 
     def _exchange_rows(self, rows: Tensor, request: LookupRequest) -> Tensor:
-        (received,) = self.ranks.send_rows(self._rows.name, [rows], [request.requested])
+        (received,) = self.ranks.send_rows(self.rows.name, [rows], [request.requested])
         return received
 
     def _with_backward(self, rows: Tensor, request: LookupRequest, received: Tensor) -> Tensor:
@@ -255,12 +255,12 @@ class ShardedRows(SharedLookups):
     def begin(self, ids: Ids) -> tuple[LookupRequest, Tensor]:
         """The request of a step's lookup, and the rows that all ranks request from this rank."""
         request = self.exchange.for_step(ids)
-        return request, self._rows.summed(request.requested.ids)
+        return request, self.rows.summed(request.requested.ids)
 
     def send_gradients(self, gradient: Tensor, requested: RequestedRows, lookup: int) -> Tensor:
         """Sends the gradients of a lookup's rows to the owners; returns the gradients received."""
         self.exchange.compare_before_backward(lookup)
-        return self.ranks.send_gradients(self._rows.name, gradient, requested)
+        return self.ranks.send_gradients(self.rows.name, gradient, requested)
 
 
 class JointRows:
