@@ -34,7 +34,7 @@ from speedtorch.layers.transfer_stats import Memory
 from speedtorch.memory import host_memory
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.side_stream import SharedSideStream
-from speedtorch.torch_internals import storage_at
+from speedtorch.torch_internals import storage_at, storage_uses
 
 __all__ = ["StorageOffloader", "fingerprint", "times_moved"]
 
@@ -187,10 +187,7 @@ class StorageOffloader:
                     self._copies.join()
                     frozen += new
             # Fingerprints overlap the copies of the remaining storages.
-            copies = {
-                group[0].begin: (_sizes(group), self._fingerprinted(group))
-                for group in _groups(frozen)
-            }
+            copies = [(group, self._fingerprinted(group)) for group in _groups(frozen)]
             for storage in empty:
                 if not storage.is_kept:
                     bytes_at(storage.address, storage.nbytes, self._device).fill_(BLANK)
@@ -203,7 +200,10 @@ class StorageOffloader:
         self._filling = []
         _count_move()
         point_to_device(tensors)
-        self._storages, self._host_copies = [], copies
+        # The program may write to host memory that it still has, such as a kept state_dict().
+        known = [(group, value) for group, value in copies if not any(map(self._is_held, group))]
+        self._host_copies = {group[0].begin: (_sizes(group), value) for group, value in known}
+        self._storages = []
         return sum(storage.nbytes for storage in empty if storage.is_kept)
 
     def release_if_used(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -232,6 +232,11 @@ class StorageOffloader:
         untyped = storage_at(self._host.data_ptr() + storage.begin, self._device, storage.nbytes)
         vars(untyped)["host"] = self._host  # keeps host memory alive as long as the torch storage
         return layout, storage.host_views(untyped)
+
+    def _is_held(self, storage: OffloadedStorage) -> bool:
+        """Whether the program has tensors in the host memory of a storage."""
+        _, views = self._host_views[storage.begin]
+        return storage_uses(views[0].untyped_storage()) > 1 + len(views)
 
     def _fingerprinted(self, group: Sequence[OffloadedStorage]) -> Tensor:
         parts = [bytes_at(address, count, self._device) for address, _, count in self._runs(group)]

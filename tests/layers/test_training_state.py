@@ -410,6 +410,17 @@ def test_only_changed_groups_are_copied(device: str, monkeypatch: pytest.MonkeyP
     assert state.sleep().bytes_copied == (10 + 5) * nbytes  # with its group
 
 
+def test_writes_to_a_kept_state_dict_do_not_change_the_next_wake(device: str) -> None:
+    layer = nn.Linear(8, 8, device=device).requires_grad_(False)
+    state, expected = TrainingState(layer), layer.weight.clone()
+    with state.asleep():
+        kept = layer.state_dict()
+    kept["weight"].zero_()
+    with state.asleep():
+        assert torch.equal(layer.weight, expected)
+    assert torch.equal(layer.weight, expected)
+
+
 def test_host_memory_is_exact_and_made_once(device: str) -> None:
     model = nn.ModuleList(nn.Linear(100, 100, device=device) for _ in range(20))
     state = TrainingState(model)
