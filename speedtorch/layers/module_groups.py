@@ -299,11 +299,12 @@ class ModuleGroups:
         """Whether a tensor shares memory with parameters or buffers on the device."""
         return any(map(self.own.buffer.has, within_frozen({"": tensor}).values()))
 
+    @untracked
     def save_on_host(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Puts host tensors into state_dict(), which remain readable after an eviction."""
+        """Puts host copies into state_dict(), which an eviction does not change."""
         if self.own.memory is Memory.HOST:
             return
-        on_host = self.on_host()
+        on_host = {address: host.clone() for address, host in self.on_host().items()}
         # state_dict(keep_vars=True) returns these objects.
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for name, value in state.items():

@@ -222,6 +222,20 @@ def test_tensors_replaced_in_the_same_memory_are_moved(device: str) -> None:
         offloaded.evict()
 
 
+def test_writes_to_the_state_dict_of_a_loaded_module_do_not_change_it(device: str) -> None:
+    layer = nn.Linear(4, 4)
+    expected = layer.weight.detach().clone()
+    offloaded = OffloadedModule(layer, device=device)
+    offloaded.load()
+    with torch.inference_mode():
+        saved = layer.state_dict()
+    saved["weight"].zero_()
+    offloaded.evict()
+    assert saved["weight"].is_cpu and torch.equal(layer.weight, expected)
+    saved["weight"].fill_(7.0)
+    assert torch.equal(layer.weight, expected)
+
+
 def test_a_parameter_in_the_memory_of_another_is_written_back(device: str) -> None:
     layer = nn.Linear(4, 4)
     offloaded = OffloadedModule(layer, device=device)
