@@ -34,7 +34,7 @@ STATE = ("exp_avg", "exp_avg_sq")
 def made(folder: Path, slots: int | None, state: Any = STATE, rows: int = ROWS) -> HostTable:
     """A table in memory, or in a file with so many slots."""
     if slots is None:
-        table = HostTable(rows, WIDTH, state=state, memory="plain")
+        table = HostTable(rows, WIDTH, state=state)
     else:
         resident = slots * (1 + len(state)) * 4 * WIDTH
         path = folder / "rows"
