@@ -2,6 +2,7 @@
 
 #include "memory/resident_rows.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/uio.h>
@@ -85,11 +86,15 @@ int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t of
 }  // namespace
 
 ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
-    : file_(file),
+    : file_(fcntl(file, F_DUPFD_CLOEXEC, 0)),
       memory_(memory),
       record_bytes_(record_bytes),
       slots_(static_cast<size_t>(slot_count)),
-      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {}
+      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {
+  if (file_ < 0) throw std::system_error(errno, std::generic_category(), "resident rows");
+}
+
+ResidentRows::~ResidentRows() { close(file_); }
 
 // The place of a row in the hash table, or of the empty place where it would be.
 size_t ResidentRows::place_of(int64_t row) const {
@@ -126,20 +131,25 @@ void ResidentRows::erase(int64_t row) {
   --resident_;
 }
 
-// The next slot without a row, or else with a row that was not used for long. Not one of this call.
+// The next slot without a row, or else with a row that was not used for long. Not one of this call
+// or of a lease.
 int64_t ResidentRows::next_victim() {
-  for (;;) {
+  // After kMaxChances rounds no row has a chance left.
+  for (int64_t looks = (kMaxChances + 2) * slot_count(); looks > 0; --looks) {
     const int64_t slot = hand_;
     hand_ = (hand_ + 1) % slot_count();
     Slot& found = slots_[static_cast<size_t>(slot)];
-    if (found.call == call_) continue;
+    if (found.call == call_ || found.leases > 0) continue;
     if (found.row == kNone || found.chances == 0) return slot;
     --found.chances;
   }
+  return kNone;
 }
 
-FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing,
+FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
                                int64_t* slots) {
+  std::vector<int64_t>& kept = leases_[lease];  // allocated before anything changes
+  kept.reserve(static_cast<size_t>(count));
   if (++call_ == 0) {  // no slot may seem to be of this call
     for (Slot& slot : slots_) slot.call = 0;
     call_ = 1;
@@ -163,6 +173,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     std::vector<int64_t> victims, changed;
     for (size_t k = 0; k < missing.size(); ++k) {
       victims.push_back(next_victim());
+      if (victims.back() == kNone) return {EBUSY, missing[k]};
       Slot& victim = slots_[static_cast<size_t>(victims.back())];
       victim.call = call_;
       if (victim.row != kNone && victim.is_changed) changed.push_back(victims.back());
@@ -180,9 +191,19 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   }
   for (int64_t i = 0; i < count; ++i) {
     slots[i] = table_[place_of(rows[i])] - 1;
-    if (i < changing) slots_[static_cast<size_t>(slots[i])].is_changed = true;
+    Slot& slot = slots_[static_cast<size_t>(slots[i])];
+    if (i < changing) slot.is_changed = true;
+    ++slot.leases;
+    kept.push_back(slots[i]);
   }
   return {};
+}
+
+void ResidentRows::release(int64_t lease) {
+  const auto found = leases_.find(lease);
+  if (found == leases_.end()) return;
+  for (const int64_t slot : found->second) --slots_[static_cast<size_t>(slot)].leases;
+  leases_.erase(found);
 }
 
 FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
@@ -204,9 +225,19 @@ FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
 }
 
 void ResidentRows::forget() {
-  std::ranges::fill(slots_, Slot{});
+  if (resident_ == 0) return;
   std::ranges::fill(table_, 0);
   resident_ = 0;
+  for (int64_t slot = 0; slot < slot_count(); ++slot) {
+    Slot& found = slots_[static_cast<size_t>(slot)];
+    if (found.leases == 0) {
+      found = Slot{};
+    } else if (found.row != kNone) {
+      const Slot before = found;
+      insert(found.row, slot);
+      found = before;
+    }
+  }
 }
 
 // Records in the page cache are read on this thread, because they take less time than a thread.
@@ -259,7 +290,8 @@ FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
                                    row_of(first) * record_bytes_);
         if (error != 0) return error;
         for (size_t k = first; k < end; ++k) {
-          slots_[static_cast<size_t>(slots[k])].is_changed = false;
+          Slot& slot = slots_[static_cast<size_t>(slots[k])];
+          slot.is_changed = slot.leases > 0;  // the caller of find() may not have written it yet
         }
         return 0;
       },

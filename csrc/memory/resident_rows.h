@@ -4,10 +4,15 @@
 // Threads read and write records of one call at the same time, because a disk is fastest with many
 // requests. Between calls no thread exists. The caller waits for the GPU before each call, because
 // a call may read and overwrite slots.
+//
+// Between find() and release() the caller reads and writes records in the slots that were found.
+// Other calls may come meanwhile, such as from garbage collection or another thread. They leave
+// these slots with their rows, and these rows remain marked as changed.
 #pragma once
 
 #include <cstdint>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 namespace speedtorch {
@@ -29,17 +34,25 @@ struct ResidentCounts {
 
 class ResidentRows {
  public:
-  // Record r of the file begins at byte r * record_bytes. `memory` has `slot_count` records. The
-  // file must remain open, and the memory allocated.
+  // Record r of the file begins at byte r * record_bytes. `memory` has `slot_count` records and
+  // must remain allocated. Opens the file again by its descriptor; throws std::system_error if that
+  // fails.
   ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes);
+  ~ResidentRows();
+  ResidentRows(const ResidentRows&) = delete;
+  ResidentRows& operator=(const ResidentRows&) = delete;
 
-  // Finds the slots of `count` rows of the file, after reading records that have none. The first
-  // `changing` records are then marked as changed. If a file call fails, rows in slots remain
-  // there. At most slot_count() different rows.
-  FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t* slots);
+  // Finds the slots of `count` rows of the file, after reading records that have none, and keeps
+  // them for `lease`. The first `changing` records are then marked as changed. If a file call
+  // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free.
+  FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
+                   int64_t* slots);
+  // Ends a lease. Does nothing if there is none.
+  void release(int64_t lease);
   // Writes changed records of these rows to the file; those of all rows if `rows` is null.
   FileFailure write(const int64_t* rows, int64_t count);
-  // Removes all rows from their slots. Changes since the last write() are lost.
+  // Removes all rows from their slots, except rows of a lease. Changes since the last write() are
+  // lost.
   void forget();
 
   int64_t slot_count() const { return static_cast<int64_t>(slots_.size()); }
@@ -50,7 +63,8 @@ class ResidentRows {
  private:
   struct Slot {
     int64_t row = kNone;
-    uint32_t call = 0;    // the last call that used the slot
+    uint32_t call = 0;  // the last call that used the slot
+    uint16_t leases = 0;
     uint8_t chances = 0;  // rounds of the hand that the row survives without a use
     bool is_changed = false;
   };
@@ -61,7 +75,7 @@ class ResidentRows {
   size_t place_of(int64_t row) const;
   void insert(int64_t row, int64_t slot);
   void erase(int64_t row);
-  int64_t next_victim();
+  int64_t next_victim();  // or kNone
   FileFailure read_records(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
   FileFailure write_slots(std::vector<int64_t> slots);
 
@@ -72,6 +86,7 @@ class ResidentRows {
   // A hash table with open addressing: 1 + a slot, or 0. Its size is a power of 2, and at most half
   // of it is used.
   std::vector<int32_t> table_;
+  std::unordered_map<int64_t, std::vector<int64_t>> leases_;
   int64_t resident_ = 0;
   int64_t hand_ = 0;
   uint32_t call_ = 0;

@@ -74,8 +74,8 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
 }
 
 // Returns the slots of the rows, and [errno, row] of a file call that failed. The first `changing`
-// rows will be changed.
-Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing) {
+// rows will be changed. The slots are kept until resident_release.
+Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_find";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "slots", found->memory);
@@ -84,12 +84,28 @@ Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing) {
   const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
   const std::scoped_lock lock(found->rows.mutex());
   const FileFailure failure =
-      found->rows.find(data_of(rows), rows.numel(), changing, data_of(slots));
+      found->rows.find(data_of(rows), rows.numel(), changing, lease, data_of(slots));
   return {slots, failure_of(kOp, failure, rows)};
 }
 
+// Does nothing without such a handle or lease.
+void resident_release(int64_t handle, int64_t lease) {
+  std::shared_ptr<Opened> found;
+  {
+    Registry& all = registry();
+    const std::scoped_lock lock(all.mutex);
+    if (const auto place = all.opened.find(handle); place != all.opened.end()) {
+      found = place->second;
+    }
+  }
+  if (found == nullptr) return;
+  const std::scoped_lock lock(found->rows.mutex());
+  found->rows.release(lease);
+}
+
 // Writes changed records of `rows`, or of all rows, to the file. `forgets`: then empties all slots.
-// Returns [errno, row] of a file call that failed; no slot is emptied then.
+// Returns [errno, row] of a file call that failed; no slot is emptied then. Slots of a lease keep
+// their rows, which remain marked as changed.
 Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool forgets) {
   constexpr const char* kOp = "resident_write";
   const auto found = opened_by(kOp, handle);
@@ -123,7 +139,9 @@ Tensor resident_counts(int64_t handle) {
 const Ops kOps{
     {"resident_open(Tensor slots, int file) -> int", TORCH_BOX(&resident_open)},
     {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
-    {"resident_find(int handle, Tensor rows, int changing) -> Tensor[]", TORCH_BOX(&resident_find)},
+    {"resident_find(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
+     TORCH_BOX(&resident_find)},
+    {"resident_release(int handle, int lease) -> ()", TORCH_BOX(&resident_release)},
     {"resident_write(int handle, Tensor? rows, bool forgets) -> Tensor",
      TORCH_BOX(&resident_write)},
     {"resident_counts(int handle) -> Tensor", TORCH_BOX(&resident_counts)},

@@ -386,11 +386,16 @@ resident_close: Callable[[int], None] = _ops.resident_close
 
 
 resident_find: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_find
-"""Finds the slots of rows: `(handle, rows, changing)`. Reads records that have no slot.
+"""Finds the slots of rows: `(handle, rows, changing, lease)`. Reads records that have no slot.
 
 Returns the slots, and the errno and the row of a file call that failed, or 0. The first `changing`
 rows count as changed. A row that leaves its slot is first written to the file if it has changed.
+The slots keep their rows until resident_release(handle, lease).
 """
+
+
+resident_release: Callable[[int, int], None] = _ops.resident_release
+"""Ends a lease of resident_find: `(handle, lease)`. Does nothing without such a handle or lease."""
 
 
 resident_write: Callable[..., Tensor] = _ops.resident_write
@@ -775,7 +780,7 @@ _OF_THE_PROCESS = (
     *("stop", "watch_graph", "graph_is_alive", "make_stream", "check_driver", "use_on"),
     *("reserve_range", "open_range", "map_range", "unmap_range", "range_bytes", "leave_range"),
     *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
-    *("resident_open", "resident_close", "resident_counts"),
+    *("resident_open", "resident_close", "resident_counts", "resident_release"),
 )
 
 

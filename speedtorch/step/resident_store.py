@@ -38,11 +38,10 @@ class ResidentStore(RowStore):
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
     ) -> None:
         """As RowStore.exchange; reads missing rows from the file first."""
-        if self._captures(outgoing or incoming):
-            raise RuntimeError(
-                "a CUDA graph cannot capture an exchange with a file table that has resident=,"
-                " because replays cannot read the file. Use a table in host memory."
-            )
+        _refuse_capture(outgoing or incoming)
+        if not self._resident.is_open:
+            super().exchange(names, outgoing, incoming)  # raises if the table is closed
+            return
         host_fields, count = self.fields(names), self._resident.count
         with self._writing(outgoing):
             if (
@@ -79,34 +78,30 @@ class ResidentStore(RowStore):
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """As RowStore.exchange_counted; the host waits for the numbers of rows."""
+        _refuse_capture(outgoing)
         self.exchange(names, _counted_block(outgoing), None)
         self.exchange(names, None, _counted_block(incoming))
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """As RowStore.read, after changed records among `ids` are written to the file."""
+        self._table.field(name)  # raises if the table is closed
         wait_for_rows(out.device)
         self._resident.write(ids.reshape(-1).to("cpu", torch.int64))
         super().read(ids, out, name)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """As RowStore.write; first writes all resident rows to the file."""
-        wait_for_rows(rows.device)
+        self._table.field("weight")  # raises if the table is closed
         self._resident.write_back()
         super().write(ids, rows)
 
     def write_back(self) -> None:
         """Writes resident rows to the file. The next exchange reads them again."""
-        wait_for_rows(None)
         self._resident.write_back()
 
     def can_join(self, device: torch.device) -> bool:
         """False, because one op supports the slots of only one table."""
         return False
-
-    @staticmethod
-    def _captures(block: Block | None) -> bool:
-        on_gpu = block is not None and block.ids.is_cuda
-        return on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _exchange(
         self,
@@ -120,27 +115,29 @@ class ResidentStore(RowStore):
         assert one is not None
         out = outgoing or Block([field[:0] for field in one.rows], one.ids[:0])
         into = incoming or Block([field[:0] for field in one.rows], one.ids[:0])
+        self._resident.fields(["weight"])  # raises in a forked child that cannot access the memory
         # The copy to the CPU waits for earlier exchanges on this stream, too.
-        ids = torch.cat([out.ids, into.ids]).cpu()
-        slots = self._resident.find(ids, len(out.ids))
+        ids, number = torch.cat([out.ids, into.ids]).cpu(), len(out.ids)
         table = self._table.table_of("weight")
-        for is_resident in (True, False):
-            chosen = [
-                (k, name)
-                for k, name in enumerate(names)
-                if (self._table.table_of(name) is table) is is_resident
-            ]
-            if not chosen:
-                continue
-            if is_resident:
-                fields = self._resident.fields(name for _, name in chosen)
-                number = len(out.ids)
-                lists = _by_slot(out, slots[:number]), _by_slot(into, slots[number:])
-            else:
-                fields = [host_fields[k] for k, _ in chosen]
-                lists = (out.ids, out.places), (into.ids, into.places)
-            rows_out, rows_in = ([block.rows[k] for k, _ in chosen] for block in (out, into))
-            exchange_rows(fields, rows_out, *lists[0], rows_in, *lists[1])
+        of_file = [self._table.table_of(name) is table for name in names]
+        others = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
+        with self._resident.slots(ids, number) as slots:
+            chosen = [(k, name) for k, name in enumerate(names) if of_file[k]]
+            exchange_rows(
+                self._resident.fields(name for _, name in chosen),
+                [out.rows[k] for k, _ in chosen],
+                *_by_slot(out, slots[:number]),
+                [into.rows[k] for k, _ in chosen],
+                *_by_slot(into, slots[number:]),
+            )
+            if others:
+                exchange_rows(
+                    [host_fields[k] for k in others],
+                    [out.rows[k] for k in others],
+                    *(out.ids, out.places),
+                    [into.rows[k] for k in others],
+                    *(into.ids, into.places),
+                )
 
 
 def store_of(
@@ -153,7 +150,7 @@ def store_of(
     return ResidentStore(table, resident, held_dtype, rounding)
 
 
-def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor]:
     """The slots of a block's ids, ascending, and their places in the block."""
     slots, order = slots.sort()
     if block.ids.is_cuda:
@@ -171,6 +168,15 @@ def _parts_of(block: Block | None, most: int) -> Iterator[Block]:
             yield Block([rows[begin : begin + len(ids)] for rows in block.rows], ids)
         else:
             yield Block(block.rows, ids, block.places[begin : begin + len(ids)])
+
+
+def _refuse_capture(block: Block | Counted | None) -> None:
+    """Raises RuntimeError while a CUDA graph is captured on the block's GPU."""
+    if block is not None and block.ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture an exchange with a file table that has resident=, because"
+            " replays cannot read the file. Use a table in host memory."
+        )
 
 
 def _counted_block(counted: Counted) -> Block:

@@ -32,7 +32,7 @@ from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
-from speedtorch.table.resident_rows import ResidentReport, ResidentRows
+from speedtorch.table.resident_rows import MAX_SLOTS, ResidentReport, ResidentRows
 from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
@@ -347,7 +347,11 @@ class HostTable:
         placement = make_placement(self.nbytes, len(self.fields), kind, device, path)
         self._set_memory(placement, *_laid_out(placement.data, self.rows, layout))
         if slots is not None and placement.descriptor is not None:
-            self.resident = ResidentRows(slots, placement.descriptor, str(placement.path))
+            try:
+                self.resident = ResidentRows(slots, placement.descriptor, str(placement.path))
+            except BaseException:
+                placement.remove_file()
+                raise
 
     def _slots(self, resident: int | str | None, kind: MemoryKind) -> HostTable | None:
         """Allocates the memory of resident rows, if there is any."""
@@ -363,7 +367,8 @@ class HostTable:
             )
         if self.nbytes == 0:
             return None
-        return HostTable.from_fields(min(self.rows, nbytes // self.record_bytes), self.fields)
+        count = min(self.rows, nbytes // self.record_bytes, MAX_SLOTS)
+        return HostTable.from_fields(count, self.fields)
 
     def _describe(self, rows: int, layout: Record) -> None:
         """Checks the layout and sets the attributes that follow from it, without allocating."""
@@ -446,9 +451,11 @@ class HostTable:
         self.holder = holder
 
     def write_back(self) -> None:
-        """Makes the table current: its holder, if any, writes newer copies of rows back."""
+        """Makes the table current: newer copies of rows are written back."""
         if self.holder is not None and (holder := self.holder()) is not None:
             holder.write_back()
+        if self.resident is not None:
+            self.resident.write_back()
 
     def _open_placement(self) -> Placement:
         if self._placement is None:
@@ -1107,7 +1114,8 @@ class HostTable:
         ValueError, even by a module that trains the rows.
 
         Raises:
-            IndexError, OSError: See flush(). The table is closed all the same.
+            IndexError, OSError: See flush(). The table is closed all the same, unless resident rows
+                could not be written.
             RuntimeError: A CUDA graph of whole steps on its rows still exists.
 
         Example:

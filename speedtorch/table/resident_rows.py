@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,10 +17,15 @@ from speedtorch.ops.functions import (
     resident_counts,
     resident_find,
     resident_open,
+    resident_release,
     resident_write,
+    wait_for_rows,
 )
 
-__all__ = ["ResidentReport", "ResidentRows", "Slots"]
+__all__ = ["MAX_SLOTS", "ResidentReport", "ResidentRows", "Slots"]
+
+MAX_SLOTS = 2**31 - 2
+_lease_numbers = count()
 
 
 class ResidentReport(NamedTuple):
@@ -59,12 +66,28 @@ class Slots(Protocol):
         """Frees the memory."""
 
 
+class _Lease:
+    """Keeps slots until release(), at the latest until it is garbage."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self.number = handle, next(_lease_numbers)
+
+    def release(self) -> None:
+        """Ends the lease; a second call does nothing."""
+        resident_release(self._handle, self.number)
+
+    def __del__(self) -> None:
+        """Ends the lease after Ctrl-C on any line."""
+        self.release()
+
+
 class ResidentRows:
     """The most used records of a file, in slots of host memory.
 
     A changed record is written to the file when its slot gets another row, and by write_back().
-    The caller waits for the GPU before each call, and serializes calls. A forked child begins with
-    empty slots, because its parent process writes the changed records.
+    A module of the table serializes its own calls. Garbage collection or another thread may call
+    write() and write_back() within slots(). A forked child begins with empty slots, because its
+    parent process writes the changed records.
 
     Args:
         slots: The memory of the slots.
@@ -72,12 +95,17 @@ class ResidentRows:
     """
 
     def __init__(self, slots: Slots, descriptor: int, path: str) -> None:
-        self._slots, self._path = slots, path
+        self._slots, self._path, self._process = slots, path, os.getpid()
         records = slots.record.view(torch.uint8).view(slots.rows, slots.record_bytes)
         self._handle = resident_open(records, descriptor)
-        self._closer = weakref.finalize(self, resident_close, self._handle)
-        self._closer.atexit = False  # rows are written back at exit, too
-        self._process = os.getpid()
+        # In a garbage cycle this runs before the last step's rows are written back, and those go
+        # to the mapped file.
+        self._closer = weakref.finalize(self, _close, self._handle, path, self._process)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether records may be in slots; False after close() and at interpreter exit."""
+        return self._closer.alive
 
     @property
     def count(self) -> int:
@@ -88,30 +116,36 @@ class ResidentRows:
         """All slots of fields."""
         return [self._slots.rows_of(name) for name in names]
 
-    def find(self, ids: Tensor, changing: int) -> Tensor:
-        """Returns the slots of ids `[n]` on the CPU, after reading missing records.
+    @contextmanager
+    def slots(self, ids: Tensor, changing: int) -> Iterator[Tensor]:
+        """Enters a block with the slots of ids `[n]` on the CPU, which keep these rows until then.
 
-        The caller changes the records of the first `changing` ids. At most `count` ids. Raises
-        OSError if the file cannot be read or written; then all changed records are still resident.
+        The block writes the records of the first `changing` ids. At most `count` ids. Raises
+        OSError if the file cannot be read or written; no change is lost then.
         """
         self._drop_inherited()
-        slots, failure = resident_find(self._handle, ids, changing)
-        self._raise(failure, "reading or writing")
-        return slots
+        lease = _Lease(self._handle)
+        try:
+            slots, failure = resident_find(self._handle, ids, changing, lease.number)
+            _raise(failure, "reading or writing", self._path)
+            yield slots
+        finally:
+            lease.release()
 
     def write(self, ids: Tensor) -> None:
-        """Writes the changed records among these ids `[n]` to the file. Raises as find()."""
-        self._drop_inherited()
-        self._raise(resident_write(self._handle, ids, False), "writing")
+        """Writes the changed records among these ids `[n]` to the file. Raises as slots().
+
+        The caller has waited for the GPU.
+        """
+        if self.is_open:
+            self._drop_inherited()
+            _raise(resident_write(self._handle, ids, False), "writing", self._path)
 
     def write_back(self) -> None:
-        """Writes all changed records to the file and empties the slots. Raises as find().
-
-        Does nothing after close().
-        """
-        if self._closer.alive:
+        """Writes all changed records to the file and empties the slots. Raises as slots()."""
+        if self.is_open:
             self._drop_inherited()
-            self._raise(resident_write(self._handle, None, True), "writing")
+            _write_back(self._handle, self._path)
 
     def report(self) -> ResidentReport:
         """Returns what ResidentReport documents."""
@@ -130,7 +164,7 @@ class ResidentRows:
         )
 
     def close(self) -> None:
-        """Frees the slots; changes since write_back() are lost."""
+        """Frees the slots after write_back()."""
         self._closer()
         self._slots.close()
 
@@ -139,8 +173,22 @@ class ResidentRows:
             resident_write(self._handle, torch.empty(0, dtype=torch.int64), True)
             self._process = os.getpid()
 
-    def _raise(self, failure: Tensor, doing: str) -> None:
-        number, row = failure.tolist()
-        if number:
-            text = f"{os.strerror(number)}: {doing} the record of row {row:,} failed"
-            raise OSError(number, text, self._path)
+
+def _write_back(handle: int, path: str) -> None:
+    wait_for_rows(None)
+    _raise(resident_write(handle, None, True), "writing", path)
+
+
+def _close(handle: int, path: str, process: int) -> None:
+    try:
+        if os.getpid() == process:  # a forked child does not write rows of its parent
+            _write_back(handle, path)
+    finally:
+        resident_close(handle)
+
+
+def _raise(failure: Tensor, doing: str, path: str) -> None:
+    number, row = failure.tolist()
+    if number:
+        text = f"{os.strerror(number)}: {doing} the record of row {row:,} failed"
+        raise OSError(number, text, path)

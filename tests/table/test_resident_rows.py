@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from speedtorch.ops.functions import (
     resident_counts,
     resident_find,
     resident_open,
+    resident_release,
     resident_write,
 )
 
@@ -207,22 +212,133 @@ def test_a_forked_child_writes_no_row_of_its_parent(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
+# Other users of the table
+
+
+def trained_beside(
+    folder: Path, slots: int | None, other: Callable[[HostTable, int], object]
+) -> Tensor:
+    """The rows after many steps of one module, with `other` called before each."""
+    table = made(folder, slots, ())
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    draws = torch.Generator().manual_seed(0)
+    for number in range(500):
+        other(table, number)
+        optimizer.zero_grad()
+        module(torch.randint(ROWS, (6,), generator=draws)).sum().backward()
+        optimizer.step()
+    return table["weight"].clone()
+
+
+def test_garbage_modules_of_the_table_lose_no_row(tmp_path: Path) -> None:
+    def drop_a_module(table: HostTable, number: int) -> None:
+        if number % 3 == 0:
+            frozen = speedtorch.Embedding.from_pretrained(table)
+            frozen.itself = [frozen]
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)  # in the middle of exchanges
+    try:
+        rows = [trained_beside(tmp_path, slots, drop_a_module) for slots in (None, 20)]
+    finally:
+        gc.set_threshold(*before)
+    assert torch.equal(*rows)
+
+
+def test_another_thread_that_reads_the_table_loses_no_row(tmp_path: Path) -> None:
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def read_in_a_thread(table: HostTable, number: int) -> None:
+        if number:
+            return
+
+        def read() -> None:
+            frozen = speedtorch.Embedding.from_pretrained(table)
+            while not stop.is_set():
+                frozen(torch.arange(ROWS))
+
+        threads.append(threading.Thread(target=read))
+        threads[-1].start()
+
+    expected = trained_beside(tmp_path, None, lambda *_: None)
+    try:
+        rows = trained_beside(tmp_path, 20, read_in_a_thread)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert torch.equal(rows, expected)
+
+
+def test_a_garbage_cycle_of_weight_and_table_writes_all_rows(tmp_path: Path) -> None:
+    table = made(tmp_path, 20, ())
+    first = table["weight"].clone()
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    weight: Tensor = module.weight
+    del module
+    for row in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.embedding(torch.tensor([row, row + 1]), weight).sum().backward()
+        optimizer.step()
+    cycle: list[object] = [weight, table, optimizer]
+    cycle.append(cycle)
+    del cycle, weight, table, optimizer
+    gc.collect()
+    stored = np.fromfile(tmp_path / "rows", np.float32).reshape(ROWS, WIDTH)
+    expected = first.clone()
+    for row in range(5):
+        expected[row : row + 2] -= 1
+    assert np.array_equal(stored, expected.numpy())
+
+
+def test_a_process_that_ends_writes_the_rows_in_slots(tmp_path: Path) -> None:
+    program = f"""
+import torch, speedtorch
+table = speedtorch.HostTable(50, 4, memory="file", path={str(tmp_path / "rows")!r}, resident="800B")
+module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+for row in range(6):
+    optimizer.zero_grad()
+    module(torch.tensor([row])).sum().backward()
+    optimizer.step()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    stored = np.fromfile(tmp_path / "rows", np.float32).reshape(50, 4)
+    assert stored[:5].tolist() == [[-1.0] * 4] * 5
+
+
+def test_a_closed_table_is_the_error_of_a_module(tmp_path: Path) -> None:
+    table = made(tmp_path, 5, ())
+    module = speedtorch.Embedding.from_pretrained(table)
+    table.close()
+    with pytest.raises(ValueError, match="this table is closed"):
+        module(torch.tensor([1]))
+
+
+# ------------------------------------------------------------------------------------------------
 # Disk errors
 
 
 @contextmanager
-def opened_as(table: HostTable, flags: int) -> Iterator[None]:
-    """Within the block the table's file is open with other flags."""
-    placement = table._open_placement()
-    descriptor = placement.descriptor
-    assert descriptor is not None
-    saved, other = os.dup(descriptor), os.open(str(placement.path), flags)
-    os.dup2(other, descriptor)
+def opened_as(path: Path, flags: int) -> Iterator[None]:
+    """Within the block all descriptors of the file are open with other flags."""
+    numbers = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}") == str(path):
+                numbers.append(int(name))
+    saved, other = {number: os.dup(number) for number in numbers}, os.open(path, flags)
+    for number in numbers:
+        os.dup2(other, number)
     try:
         yield
     finally:
-        os.dup2(saved, descriptor)
-        os.close(saved)
+        for number, descriptor in saved.items():
+            os.dup2(descriptor, number)
+            os.close(descriptor)
         os.close(other)
 
 
@@ -237,7 +353,7 @@ def test_a_step_that_the_disk_fails_changes_nothing_and_loses_nothing(
     optimizers = [optim.SGD(module.parameters(), lr=0.1) for module in modules]
     failed = 0
     for ids in batches():
-        with opened_as(table, flags):
+        with opened_as(tmp_path / "rows", flags):
             try:
                 modules[1](ids)
             except OSError as error:
@@ -259,9 +375,30 @@ def test_a_flush_that_the_disk_fails_keeps_the_changes(tmp_path: Path) -> None:
     train_some(torch.tensor([7])).sum().backward()
     before = table["weight"][7] + 0
     optimizer.step()
-    with opened_as(table, os.O_RDONLY), pytest.raises(OSError, match="writing the record of row 7"):
+    with (
+        opened_as(tmp_path / "rows", os.O_RDONLY),
+        pytest.raises(OSError, match="writing the record of row 7"),
+    ):
         table.flush()
     assert torch.equal(table["weight"][7], before - 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_rows_that_the_disk_failed_at_the_end_of_a_module_are_written_later(
+    tmp_path: Path,
+) -> None:
+    table = made(tmp_path, 20, ())
+    first = table["weight"].clone()
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    for row in range(5):
+        optimizer.zero_grad()
+        module(torch.tensor([row])).sum().backward()
+        optimizer.step()
+    with opened_as(tmp_path / "rows", os.O_RDONLY):
+        del module, optimizer
+        gc.collect()
+    assert torch.equal(table["weight"][:4], first[:4] - 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -333,6 +470,14 @@ def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
 # The ops
 
 
+def found_in(handle: int, ids: Tensor, changing: int, lease: int = 1) -> list[Tensor]:
+    """The slots of a lease that ends at once, and the failure."""
+    try:
+        return [*resident_find(handle, ids, changing, lease)]
+    finally:
+        resident_release(handle, lease)
+
+
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[[int, int], tuple[int, Tensor, Path]]]:
     """Makes a file of records, and slots; returns the handle, the slots and the file."""
@@ -367,7 +512,7 @@ def test_slots_have_the_records_of_their_rows(
         changing = len(dict.fromkeys(ids)) if draws.random() < 0.7 else 0
         ids = [*dict.fromkeys(ids)] if changing else ids
         changing = draws.randint(0, changing)
-        found, failure = resident_find(handle, torch.tensor(ids, dtype=torch.int64), changing)
+        found, failure = found_in(handle, torch.tensor(ids, dtype=torch.int64), changing)
         assert failure.tolist()[0] == 0
         assert memory[found, 0].tolist() == memory[found, 1].tolist() == mirror[ids].tolist()
         value = 1000 * call
@@ -391,9 +536,9 @@ def test_a_file_that_was_cut_off_is_an_error(
 ) -> None:
     handle, memory, path = opened(10, 4)
     os.truncate(path, 50)
-    found, failure = resident_find(handle, torch.tensor([2, 3]), 0)
+    found, failure = found_in(handle, torch.tensor([2, 3]), 0)
     assert failure.tolist() == [errno.EIO, 3]
-    found, failure = resident_find(handle, torch.tensor([2]), 0)
+    found, failure = found_in(handle, torch.tensor([2]), 0)
     assert failure.tolist()[0] == 0 and memory[found].tolist() == [[2, 2]]
 
 
@@ -401,14 +546,29 @@ def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
     descriptor = os.open("/dev/full", os.O_RDWR)
     memory = torch.zeros(1, 16, dtype=torch.uint8)
     handle = resident_open(memory, descriptor)
-    (slot,), _ = resident_find(handle, torch.tensor([5]), 1)
+    (slot,), _ = found_in(handle, torch.tensor([5]), 1)
     memory[slot] = 7
-    assert resident_find(handle, torch.tensor([6]), 0)[1].tolist() == [errno.ENOSPC, 5]
+    assert found_in(handle, torch.tensor([6]), 0)[1].tolist() == [errno.ENOSPC, 5]
     assert resident_write(handle, None, True).tolist() == [errno.ENOSPC, 5]
-    assert resident_find(handle, torch.tensor([5]), 0)[1].tolist()[0] == 0
+    assert found_in(handle, torch.tensor([5]), 0)[1].tolist()[0] == 0
     assert memory.tolist() == [[7] * 16] and resident_counts(handle).tolist()[0] == 1
     resident_close(handle)
     os.close(descriptor)
+
+
+def test_a_lease_keeps_its_slots_and_their_changes(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    handle, memory, path = opened(10, 3)
+    slots, _ = resident_find(handle, torch.tensor([4, 5]), 1, 2)
+    assert resident_write(handle, None, True).tolist()[0] == 0  # before the change is there
+    assert found_in(handle, torch.tensor([6]), 0)[1].tolist()[0] == 0
+    assert found_in(handle, torch.tensor([7, 8]), 0)[1].tolist() == [errno.EBUSY, 8]
+    memory[slots[0]] = 99
+    resident_release(handle, 2)
+    resident_release(handle, 2)
+    assert found_in(handle, torch.tensor([7, 8, 9]), 0)[1].tolist()[0] == 0
+    assert np.fromfile(path, np.int64).reshape(-1, 2)[4:6].tolist() == [[99, 99], [5, 5]]
 
 
 def test_used_rows_stay_longer_than_others(
@@ -417,8 +577,8 @@ def test_used_rows_stay_longer_than_others(
     handle, _, _ = opened(1000, 20)
     frequent = torch.arange(10)
     for call in range(60):
-        resident_find(handle, frequent, 0)
-        resident_find(handle, torch.arange(100 + 5 * call, 105 + 5 * call), 0)
+        found_in(handle, frequent, 0)
+        found_in(handle, torch.arange(100 + 5 * call, 105 + 5 * call), 0)
     _, hits, misses, reads, *_ = resident_counts(handle).tolist()
     assert reads == misses == 10 + 5 * 60 and hits == 10 * 59
 
@@ -426,11 +586,11 @@ def test_used_rows_stay_longer_than_others(
 def test_wrong_arguments_of_the_ops(opened: Callable[[int, int], tuple[int, Tensor, Path]]) -> None:
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
-        resident_find(-1, torch.arange(2), 0)
+        found_in(-1, torch.arange(2), 0)
     with pytest.raises(ValueError, match="resident_find: rows"):
-        resident_find(handle, torch.arange(5), 0)
+        found_in(handle, torch.arange(5), 0)
     with pytest.raises(ValueError, match="resident_find: changing"):
-        resident_find(handle, torch.arange(2), 3)
+        found_in(handle, torch.arange(2), 3)
     with pytest.raises(ValueError, match="rows must be"):
         resident_write(handle, torch.arange(2).int(), False)
     with pytest.raises(ValueError, match="slots must be uint8"):
