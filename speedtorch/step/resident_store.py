@@ -85,7 +85,7 @@ class ResidentStore(RowStore):
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """As RowStore.read, after changed records among `ids` are written to the file."""
         self._table.field(name)  # raises if the table is closed
-        wait_for_rows(out.device)
+        wait_for_rows(None)  # another module of the table may train its rows on a GPU
         self._resident.write(ids.reshape(-1).to("cpu", torch.int64))
         super().read(ids, out, name)
 
