@@ -374,10 +374,10 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 
 
 resident_open: Callable[..., int] = _ops.resident_open
-"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next four ops.
+"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next five ops.
 
-`slots` is uint8 `[slots, bytes of a record]` on the CPU. `file` is a descriptor that the caller
-keeps open. Record r begins at byte r times the bytes of a record.
+`slots` is uint8 `[slots, bytes of a record]` on the CPU. `file` is a descriptor, which the op
+duplicates. Record r begins at byte r times the bytes of a record.
 """
 
 
@@ -401,7 +401,8 @@ resident_release: Callable[[int, int], None] = _ops.resident_release
 resident_write: Callable[..., Tensor] = _ops.resident_write
 """Writes changed records to the file: `(handle, rows, forgets)`; of all rows if rows is None.
 
-With `forgets` all slots are then empty. Returns the errno and the row of a call that failed, or 0.
+With `forgets` all slots without a lease are then empty. Returns the errno and the row of a call
+that failed, or 0.
 """
 
 

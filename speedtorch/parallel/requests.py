@@ -120,9 +120,7 @@ class Requests:
         padded: bool,
     ) -> None:
         self._exchange, self._sharding, self._ranks = exchange, sharding, ranks
-        self.shared_by = ranks, exchange.held.device
-        """The ranks that own the rows, and the device of a step's rows."""
-        self._number, self._distances = number, sharding.distances().to(exchange.held.device)
+        self._number, self._distances = number, sharding.distances()
         self._joint: JointRequests | None = None
         self._lookups = itertools.count()
         self._announced: list[PlannedRequests] = []
@@ -148,6 +146,11 @@ class Requests:
             shares = FairShares(memory.capacity, sharding, padded)
             self._fixed = shares, no_row, self._consensus
 
+    @property
+    def shared_by(self) -> tuple[Ranks, torch.device]:
+        """The ranks that own the rows, and the device of a step's rows, which may be moved."""
+        return self._ranks, self._exchange.held.device
+
     def _request(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
         """The requests of lookups, in one round with the requests of other tables in together()."""
         requests = None if self._joint is None else self._joint.pop(self)
@@ -159,6 +162,7 @@ class Requests:
         """New requests of lookups, without any communication."""
         fixed, held = self._fixed if trains else None, self._exchange.held
         share = -1 if fixed is None else fixed[0].rows
+        self._distances = self._distances.to(held.device)  # after a move of the module
         requests: list[LookupRequest] = []
         for given in parts:
             lookup = Lookup(held.name, self._number, next(self._lookups), given, held.device)
@@ -332,6 +336,8 @@ class Requests:
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
         """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
         self._forget_after_errors()
+        # Copied on the current stream, for which the side stream waits.
+        self._distances = self._distances.to(self._exchange.held.device)
         self._planning.uses(parts)  # the plan may be discarded before it is made
         with self._planning.after_current(self._exchange.held.device):
             planned = PlannedRequests(self._request(parts), after)
@@ -406,6 +412,7 @@ class Requests:
         alike: dict[object, dict[Requests, tuple[Sequence[Ids], bool]]] = {}
         for table, parts, trains in lookups:
             table._forget_after_errors()
+            table._distances = table._distances.to(table._exchange.held.device)
             alike.setdefault(table.shared_by, {})[table] = parts, trains
         try:
             for by_table in alike.values():

@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.byte_count import text_of
-from speedtorch.ops.functions import count_batch, exchange_cached
+from speedtorch.ops.functions import exchange_cached
 from speedtorch.step.hot_rows import BYTES_OF_SLOT, CacheReport, HotRows
-from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, exchange_arguments
+from speedtorch.step.row_store import Block, Counted, Rounder, StoreInSlots, exchange_arguments
 from speedtorch.table.lazy_table import LazyTable
 
 __all__ = ["CachedStore"]
 
 
-class CachedStore(RowStore):
+class CachedStore(StoreInSlots):
     """A RowStore with a cache of `nbytes` on the device.
-
-    Rows are written back at once, because most are copied to the cache and not over the link.
 
     Args:
         name: The module's name in errors.
@@ -27,8 +25,6 @@ class CachedStore(RowStore):
         nbytes: Bytes of the cache's rows and their ids.
         members: Ids of the only rows that have slots, as for HotRows.
     """
-
-    can_wait = False
 
     def __init__(
         self,
@@ -54,27 +50,6 @@ class CachedStore(RowStore):
         host_fields = self.fields(names)
         with self._writing(outgoing):
             exchange_cached(host_fields, hot.fields, hot.map, *lists)
-
-    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
-        """As RowStore.load."""
-        rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
-        self.exchange(names, outgoing, Block(rows, ids))
-        return rows
-
-    def load_batch(
-        self,
-        names: Iterable[str],
-        outgoing: Block,
-        ids: Tensor,
-        rows: int,
-        padding: int,
-        *,
-        evicts: bool = True,
-    ) -> list[Tensor]:
-        """As RowStore.load_batch; `evicts` must be true."""
-        assert evicts
-        made = count_batch(ids, outgoing.ids, rows, padding)
-        return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """As RowStore.exchange_counted, after an update of the cached rows if one is due."""
@@ -112,10 +87,6 @@ class CachedStore(RowStore):
         """As RowStore.write; first writes all cached rows to the table."""
         self.write_back()
         super().write(ids, rows)
-
-    def can_join(self, device: torch.device) -> bool:
-        """False, because one op supports the slots of only one table."""
-        return False
 
     def report(self) -> CacheReport:
         """The contents and hit rates of the cache; raises ValueError before the first step."""

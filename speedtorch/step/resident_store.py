@@ -7,22 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtorch.ops.functions import count_batch, exchange_rows, wait_for_rows
-from speedtorch.step.row_store import Block, Counted, Rounder, RowStore
+from speedtorch.ops.functions import exchange_rows, wait_for_rows
+from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, StoreInSlots
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.resident_rows import ResidentRows
 
 __all__ = ["ResidentStore", "store_of"]
 
 
-class ResidentStore(RowStore):
+class ResidentStore(StoreInSlots):
     """A RowStore that exchanges rows with the slots of ResidentRows instead of the mapped file.
 
     The host finds the slots, and therefore waits for ids on a GPU, and for earlier exchanges.
     Fields that another table has, such as state that the file lacks, are exchanged with that table.
     """
-
-    can_wait = False
 
     def __init__(
         self,
@@ -55,27 +53,6 @@ class ResidentStore(RowStore):
             for part in _parts_of(incoming, count):
                 self._exchange(names, host_fields, None, part)
 
-    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
-        """As RowStore.load."""
-        rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
-        self.exchange(names, outgoing, Block(rows, ids))
-        return rows
-
-    def load_batch(
-        self,
-        names: Iterable[str],
-        outgoing: Block,
-        ids: Tensor,
-        rows: int,
-        padding: int,
-        *,
-        evicts: bool = True,
-    ) -> list[Tensor]:
-        """As RowStore.load_batch; `evicts` must be true."""
-        assert evicts
-        made = count_batch(ids, outgoing.ids, rows, padding)
-        return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
-
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """As RowStore.exchange_counted; the host waits for the numbers of rows."""
         _refuse_capture(outgoing)
@@ -98,10 +75,6 @@ class ResidentStore(RowStore):
     def write_back(self) -> None:
         """Writes resident rows to the file. The next exchange reads them again."""
         self._resident.write_back()
-
-    def can_join(self, device: torch.device) -> bool:
-        """False, because one op supports the slots of only one table."""
-        return False
 
     def _exchange(
         self,

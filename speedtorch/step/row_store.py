@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import (
+    count_batch,
     exchange_rows,
     load_batch,
     load_rows,
@@ -20,7 +21,15 @@ from speedtorch.ops.functions import (
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_table import LazyTable
 
-__all__ = ["Block", "Counted", "Fields", "Rounder", "RowStore", "exchange_arguments"]
+__all__ = [
+    "Block",
+    "Counted",
+    "Fields",
+    "Rounder",
+    "RowStore",
+    "StoreInSlots",
+    "exchange_arguments",
+]
 
 _NO_RECORDS = nullcontext()
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -246,6 +255,40 @@ class RowStore:
             if self._table.claim.is_registered:
                 self._reached = reached
         return reached[2]
+
+
+class StoreInSlots(RowStore):
+    """A RowStore with slots for some rows, where each load is an exchange.
+
+    Rows are written back at once, because most are copied to slots and not over the link.
+    """
+
+    can_wait = False
+
+    def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
+        """As RowStore.load."""
+        rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
+        self.exchange(names, outgoing, Block(rows, ids))
+        return rows
+
+    def load_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block,
+        ids: Tensor,
+        rows: int,
+        padding: int,
+        *,
+        evicts: bool = True,
+    ) -> list[Tensor]:
+        """As RowStore.load_batch; `evicts` must be true."""
+        assert evicts
+        made = count_batch(ids, outgoing.ids, rows, padding)
+        return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
+
+    def can_join(self, device: torch.device) -> bool:
+        """False, because one op supports the slots of only one table."""
+        return False
 
 
 @contextmanager
