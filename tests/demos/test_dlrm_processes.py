@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from rank_processes import in_processes
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn.parallel import DistributedDataParallel
 from warm_python import finished, warm_python
 
 import speedtorch
@@ -149,6 +152,35 @@ def check_score_and_stop() -> None:
 @pytest.mark.examples
 def test_processes_score_as_one_does_and_one_of_them_stops_all() -> None:
     in_processes(2, check_score_and_stop)
+
+
+def check_no_model_at_the_end_of_the_group(folder: Path) -> None:
+    processes, found = Processes(dist.get_rank(), dist.get_world_size()), []
+
+    @contextmanager
+    def join(device: torch.device) -> Iterator[Processes]:
+        yield processes
+        found.append(sum(type(each) is DistributedDataParallel for each in gc.get_objects()))
+
+    settings = dlrm.Settings(
+        clicks=folder / "clicks", out=folder, rows=ROWS, dim=DIM, batch=BATCH, epochs=1
+    )
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "join_torchrun", join)
+            runner.run(dlrm.DLRMDemo, settings)
+    finally:
+        gc.enable()
+    assert found == [0]
+
+
+@pytest.mark.examples
+def test_a_model_ends_before_the_process_group(tmp_path: Path) -> None:
+    # The last reference to a group, held by DistributedDataParallel, waits for gloo's threads with
+    # the GIL, and these may need the GIL.
+    write_clicks(tmp_path / "clicks", lines=200)
+    in_processes(2, check_no_model_at_the_end_of_the_group, tmp_path)
 
 
 def test_the_shares_of_a_batch_are_the_batch() -> None:

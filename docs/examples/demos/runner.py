@@ -91,57 +91,64 @@ def run(kind: type[Demo], settings: Any) -> int:
     Returns the exit status: 0, DIFFERENT if the comparison found a difference, or STOPPED if Ctrl-C
     ended the training early. After Ctrl-C, the results so far are saved and reported.
     """
-    device, compares = choose_device(settings), getattr(settings, "compare", False)
+    device = choose_device(settings)
     with join_torchrun(device) as processes:
-        if processes.size > 1 and (compares or not kind.distributed):
-            what = "--compare" if compares else "this demonstration"
-            raise ValueError(f"{what} requires one process, got {processes.size}. Omit torchrun.")
-        demo = kind(settings, device, processes)
-        make_folder(settings.out)
-        batches = demo.batches()
-        plain = demo.plain_model() if compares else None
-        if plain:
-            plain.load_state_dict(demo.model.state_dict())
-        with interrupt() as stop:
-            how: Any = {"unit": kind.unit, "last_rate": kind.last_rate, "stop": stop}
-            before = demo.score(demo.model)
-            report.reset_gpu_peak(device)
-            outcome = train(
-                demo.model,
-                demo.optimizer,
-                batches,
-                loss_of=demo.loss_of,
-                processes=processes,
-                label="training",
-                **how,
-            )
-            after = demo.score(demo.model)
-            own_facts, lines = demo.results(before, after)
-            facts = {
-                **report.run_facts(settings, device, demo.model.embeddings(), outcome, processes),
-                "before": before and asdict(before),
-                "after": after and asdict(after),
-                **own_facts,
-            }
-            paths = ", ".join(map(str, demo.save(facts)))
-            lines = [*report.common_lines(facts, kind.example, kind.unit), *lines]
-            print(*lines, f"saved      {paths}", sep="\n", flush=True)
-            if not outcome.finished:
-                print("stopped    by Ctrl-C; the results so far are saved")
-                return STOPPED
-            if plain is None:
-                return 0
-            report.reset_gpu_peak(device)
-            optimizer = demo.plain_optimizer(plain.to(device))
-            other = train(plain, optimizer, batches, ahead=False, label="plain torch", **how)
-            if not other.finished:
-                print("stopped    by Ctrl-C before the comparison was complete; the model is saved")
-                return STOPPED
-            ours, theirs = _figures(outcome, after), _figures(other, demo.score(plain))
-            figures = {name: (value, theirs[name]) for name, value in ours.items()}
-            values = zip(_values(demo.model), _values(plain), strict=True)
-            facts["plain_torch"] = compare_with_plain(device, values, figures, other.seconds)
-            demo.save(facts)
+        # The call releases the model; the end of a process group can hang if
+        # DistributedDataParallel still refers to the group.
+        return _run(kind, settings, device, processes)
+
+
+def _run(kind: type[Demo], settings: Any, device: torch.device, processes: Processes) -> int:
+    compares = getattr(settings, "compare", False)
+    if processes.size > 1 and (compares or not kind.distributed):
+        what = "--compare" if compares else "this demonstration"
+        raise ValueError(f"{what} requires one process, got {processes.size}. Omit torchrun.")
+    demo = kind(settings, device, processes)
+    make_folder(settings.out)
+    batches = demo.batches()
+    plain = demo.plain_model() if compares else None
+    if plain:
+        plain.load_state_dict(demo.model.state_dict())
+    with interrupt() as stop:
+        how: Any = {"unit": kind.unit, "last_rate": kind.last_rate, "stop": stop}
+        before = demo.score(demo.model)
+        report.reset_gpu_peak(device)
+        outcome = train(
+            demo.model,
+            demo.optimizer,
+            batches,
+            loss_of=demo.loss_of,
+            processes=processes,
+            label="training",
+            **how,
+        )
+        after = demo.score(demo.model)
+        own_facts, lines = demo.results(before, after)
+        facts = {
+            **report.run_facts(settings, device, demo.model.embeddings(), outcome, processes),
+            "before": before and asdict(before),
+            "after": after and asdict(after),
+            **own_facts,
+        }
+        paths = ", ".join(map(str, demo.save(facts)))
+        lines = [*report.common_lines(facts, kind.example, kind.unit), *lines]
+        print(*lines, f"saved      {paths}", sep="\n", flush=True)
+        if not outcome.finished:
+            print("stopped    by Ctrl-C; the results so far are saved")
+            return STOPPED
+        if plain is None:
+            return 0
+        report.reset_gpu_peak(device)
+        optimizer = demo.plain_optimizer(plain.to(device))
+        other = train(plain, optimizer, batches, ahead=False, label="plain torch", **how)
+        if not other.finished:
+            print("stopped    by Ctrl-C before the comparison was complete; the model is saved")
+            return STOPPED
+        ours, theirs = _figures(outcome, after), _figures(other, demo.score(plain))
+        figures = {name: (value, theirs[name]) for name, value in ours.items()}
+        values = zip(_values(demo.model), _values(plain), strict=True)
+        facts["plain_torch"] = compare_with_plain(device, values, figures, other.seconds)
+        demo.save(facts)
     return 0 if facts["plain_torch"]["same"] else DIFFERENT
 
 
