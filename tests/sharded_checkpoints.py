@@ -138,10 +138,10 @@ def check_fallback(folder: str) -> None:
         expected.append(run.own())
     real, damaged = SavedGeneration.verify, {rank: 3 - rank}  # each finds another one
 
-    def verify(opened: SavedGeneration, progress: bool | None) -> None:
+    def verify(opened: SavedGeneration, *arguments: Any) -> None:
         if opened.number >= damaged[rank]:
             raise DamagedError(opened.number, f"{opened.path} is damaged", "")
-        real(opened, progress)
+        real(opened, *arguments)
 
     with mock.patch.object(SavedGeneration, "verify", verify):
         with pytest.warns(RuntimeWarning, match=r"loads generation 1, because \[2, 3\]"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from speedtorch.table.row_shard import RowShard
 __all__ = [
     *(
         "Changed",
+        "ChangedTensor",
         "SavedVersions",
         "are_same",
         "changed_rows",
@@ -25,6 +26,7 @@ __all__ = [
         "place_of",
         "remember",
     ),
+    "unchanged",
     "write_changes",
 ]
 
@@ -63,6 +65,14 @@ class Changed(Generic[_Written]):
     group: Hashable  # the same for tensors of the same ids
     rows: _Written
     ids: _Written
+
+
+class ChangedTensor(NamedTuple):
+    """Changes of a table's rows that a checkpoint has."""
+
+    key: str
+    tensor: Tensor  # all rows, in the table's memory
+    changes: list[tuple[Tensor, Tensor]]  # ids and rows, in writing order
 
 
 def changed_rows(
@@ -113,14 +123,41 @@ def remember(digest: str, versions: SavedVersions) -> None:
             of_table.pop(oldest, None)
 
 
-def write_changes(tensor: Tensor, changes: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Writes rows by their ids to a tensor of a table's rows; skips rows of other ranks."""
-    place = place_of(tensor)
-    assert place is not None
-    for ids, rows in changes:
-        is_own, at = _across(ids, place.blocks)
-        own = rows if len(at) == len(ids) else rows[is_own]
-        place.table.scatter(at + place.before, own, place.field)
+def write_changes(tensors: Sequence[ChangedTensor], base: str) -> SavedVersions:
+    """Writes the changed rows of tensors to their tables; skips rows of other ranks.
+
+    Returns the tables' versions after the writes, of the tensors that are now known to have all
+    rows of the loaded checkpoint: before, their tables had the rows of the checkpoint with the
+    digest `base`, except for rows that are written here.
+    """
+    known = {given.key: given.tensor for given in tensors if _differs_only_in(given, base)}
+    for given in tensors:
+        place = place_of(given.tensor)
+        assert place is not None
+        for ids, rows in given.changes:
+            is_own, at = _across(ids, place.blocks)
+            own = rows if len(at) == len(ids) else rows[is_own]
+            place.table.scatter(at + place.before, own, place.field)
+    return begin_versions(known)
+
+
+def _differs_only_in(given: ChangedTensor, base: str) -> bool:
+    """Whether a table is known to have all rows of a checkpoint that are not among the changes."""
+    place = place_of(given.tensor)
+    if place is None or place.table.changes is None:
+        return False
+    version = _known.get(place.table, {}).get((base, given.key, place.field, place.first))
+    if version is None:
+        return False
+    own = place.table.changed(version) - place.before
+    _, ids = _across(own, [(local, whole) for whole, local in place.blocks])
+    changes = [ids[:0], *(changed for changed, _ in given.changes)]
+    return bool(torch.isin(ids, torch.cat(changes)).all())
+
+
+def unchanged(versions: SavedVersions) -> SavedVersions:
+    """The entries whose tables have not changed since their versions."""
+    return [entry for entry in versions if not len(entry[1].table.changed(entry[2]))]
 
 
 def are_same(tensor: Tensor, stored: Tensor) -> bool:

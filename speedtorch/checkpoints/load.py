@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from speedtorch.checkpoints.background_saves import wait_for
 from speedtorch.checkpoints.change_tracking import (
+    ChangedTensor,
     are_same,
     begin_versions,
     place_of,
     remember,
+    unchanged,
     write_changes,
 )
 from speedtorch.checkpoints.generations import check_number, chosen, generations_of
@@ -48,9 +50,9 @@ def load(
 ) -> dict[str, Any]:
     """Loads a checkpoint of save() into the given objects, and returns the other values.
 
-    Every byte is compared with its digest, and every part with its object, before anything is
-    loaded. Objects with their own load code cannot be checked: they load first and may raise then.
-    Rows are copied from the mapped file directly to the table.
+    Every byte that is read is compared with its digest, and every part with its object, before
+    anything is loaded. Objects with their own load code cannot be checked: they load first and may
+    raise then. Rows are copied from the mapped file directly to the table.
 
     If rows are sharded, all ranks call load() together. An error on one rank leaves the objects of
     all ranks unchanged.
@@ -61,12 +63,13 @@ def load(
             or of its base is damaged or missing, the latest intact checkpoint is loaded instead. A
             RuntimeWarning names both.
         since: The number of the checkpoint that the parts have now. If the loaded checkpoint is
-            this one or builds on it (`save(base=)`), only later changes are written to the tables,
-            and other threads may look up rows meanwhile. Otherwise everything is loaded.
-        verify: Compare all bytes with their digests.
+            this one or builds on it (`save(base=)`), only later changes are read and written to the
+            tables, and other threads may look up rows meanwhile. Otherwise everything is loaded.
+        verify: Compare all bytes that are read with their digests.
         progress: As of save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
-            Attach the optimizers of tables before.
+            Attach the optimizers of tables before. None leaves out a part: it is neither read nor
+            returned.
 
     Returns:
         All other parts by name; tensors are on the CPU.
@@ -89,6 +92,8 @@ def load(
         {'epoch': 3}
     """
     folder = os.fsdecode(path)
+    left_out = [name for name, part in parts.items() if part is None]
+    parts = {name: part for name, part in parts.items() if part is not None}
     wait_for(folder)
     is_shared = (
         dist.is_available()
@@ -118,7 +123,9 @@ def load(
                 if bad := [link.number for link in opened.chain if link.number in damaged]:
                     damaged[number] = damaged[bad[0]]
                     continue
-                made = _prepared(opened, parts, since=since, verify=verify, progress=progress)
+                made = _prepared(
+                    opened, parts, left_out, since=since, verify=verify, progress=progress
+                )
             except DamagedError as error:
                 if number not in generations_of(folder):
                     return None, [*damaged.items()]
@@ -149,26 +156,36 @@ def load(
 def _prepared(
     opened: SavedGeneration,
     parts: Mapping[str, Any],
+    left_out: Sequence[str],
     *,
     since: int | None,
     verify: bool,
     progress: bool | None,
 ) -> Callable[[], dict[str, Any]]:
     """Reads and checks everything; returns a function that loads it and returns other values."""
-    if verify:
-        opened.verify(progress)
+
+    def check_files(links: Sequence[SavedGeneration]) -> None:
+        if verify:
+            opened.verify(links, progress)
+
+    later = None if since is None else opened.links_since(since)
+    check_files(opened.chain if later is None else later)
     saved = opened.manifest["parts"]
-    if missing := [name for name in parts if name not in saved]:
+    if missing := [name for name in (*parts, *left_out) if name not in saved]:
         raise KeyError(f"{opened.path} has no part {missing[0]!r}. Parts: {list(saved)}.")
-    changes = ({} if since is None else opened.changed_since(since)) or {}
+    changes = {} if later is None else opened.changes_in(later)
     states: dict[str, Any] = {}
-    patches: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]] = []
+    patches: list[ChangedTensor] = []
     for name, part in parts.items():
         live = _fields_in_place(opened, name, part) if changes else {}
         kept = {key: rows for key, rows in live.items() if key in changes}
-        patches += [(rows, changes[key]) for key, rows in kept.items()]
-        states[name] = opened.value(name, kept, copies=_copies(part))
-    values = {name: opened.value(name, {}, copies=True) for name in saved if name not in parts}
+        patches += [ChangedTensor(key, rows, changes[key]) for key, rows in kept.items()]
+        states[name] = opened.value(name, kept, copies=_copies(part), before_read=check_files)
+    values = {
+        name: opened.value(name, {}, copies=True, before_read=check_files)
+        for name in saved
+        if name not in parts and name not in left_out
+    }
     pairs: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
         state = states[name]
@@ -187,21 +204,22 @@ def _prepared(
     order = sorted(range(len(pairs)), key=known.__getitem__)
 
     def fill() -> dict[str, Any]:
-        for tensor, rows in patches:
-            write_changes(tensor, rows)
+        written = [] if later is None else write_changes(patches, opened.chain[len(later)].digest)
         for part, state in [pairs[at][1:] for at in order]:
             part.load_state_dict(state)
             if isinstance(part, Optimizer):
                 opened.copy_mapped_state(part)
         if any_tracks_changes():
+            known = unchanged(written)
+            keys = {key for key, _, _ in known}
             # Compares, because load_state_dict() may change values, and `since` may be wrong.
             same = {
                 key: rows
                 for name, part in parts.items()
                 for key, rows in _fields_in_place(opened, name, part).items()
-                if are_same(rows, opened.tensor(key))
+                if key not in keys and are_same(rows, opened.tensor(key))
             }
-            remember(opened.digest, begin_versions(same))
+            remember(opened.digest, known + begin_versions(same))
         return values
 
     return fill

@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -60,6 +60,7 @@ class SavedGeneration:
         self._older = [older for older in generations_of(folder) if older < number]
         self._arrays: dict[str, tuple[StoredArray, mmap.mmap]] = {}
         self._ranges: list[range] = []
+        self._is_verified = False
         self._open_files()
 
     @classmethod
@@ -182,16 +183,23 @@ class SavedGeneration:
         array = self.array(key)
         return (tuple(array.shape), array.dtype) == (tuple(like.shape), like.dtype)
 
-    def changed_since(self, generation: int) -> dict[str, list[tuple[Tensor, Tensor]]] | None:
-        """By key the ids and rows to write, in order, to update tables from `generation` to this.
+    def links_since(self, generation: int) -> list[SavedGeneration] | None:
+        """The checkpoints of the chain after `generation`, the latest first.
 
         Returns None unless the chain contains `generation`.
         """
         later = list(itertools.takewhile(lambda link: link.number != generation, self.chain))
-        if len(later) == len(self.chain):
-            return None
-        keys = [key for key in self._arrays if all(key in link.ids_of for link in later)]
-        return {key: [link._rows(key) for link in reversed(later)] for key in keys}
+        return None if len(later) == len(self.chain) else later
+
+    def changes_in(
+        self, links: Sequence[SavedGeneration]
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """By key the ids and rows that `links`, the latest of the chain, changed, in writing order.
+
+        Only has keys of which all of these links have changed rows.
+        """
+        keys = [key for key in self._arrays if all(key in link.ids_of for link in links)]
+        return {key: [link._rows(key) for link in reversed(links)] for key in keys}
 
     def _rows(self, key: str) -> tuple[Tensor, Tensor]:
         """The ids of changed rows, checked to be in range, and the rows."""
@@ -201,9 +209,13 @@ class SavedGeneration:
                 raise ValueError(f"its ids of changed rows must be within the {count:,} rows")
         return ids, self._mapped(key)
 
-    def verify(self, progress: bool | None) -> None:
-        """Compares all bytes with their digests; raises DamagedError if some differ."""
-        files = [(link, entry) for link in self.chain for entry in link.manifest["files"]]
+    def verify(self, links: Iterable[SavedGeneration], progress: bool | None) -> None:
+        """Compares the bytes of checkpoints of the chain with their digests, once.
+
+        Raises DamagedError if some differ.
+        """
+        links = [link for link in links if not link._is_verified]
+        files = [(link, entry) for link in links for entry in link.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
         lock = Lock()  # threads report bytes
         with progress_bar(total, progress, unit="B") as bar:
@@ -225,16 +237,27 @@ class SavedGeneration:
                             raise ValueError(
                                 f"its bytes from {begin:,} on do not match their digest"
                             )
+        for link in links:
+            link._is_verified = True
 
-    def value(self, name: str, instead: Mapping[str, Tensor], *, copies: bool) -> Any:
+    def value(
+        self,
+        name: str,
+        instead: Mapping[str, Tensor],
+        *,
+        copies: bool,
+        before_read: Callable[[Sequence[SavedGeneration]], object],
+    ) -> Any:
         """The value of a part; its tensors are mapped from the file, or copies if `copies`.
 
-        Tensors in `instead` replace the file's tensors, by key.
+        Tensors in `instead` replace the file's tensors, by key. `before_read` is called with the
+        checkpoints of each other tensor before the tensor is read.
         """
 
         def tensor_of(key: str) -> Tensor:
             if key in instead:
                 return instead[key]
+            before_read(self._links_of(key))
             made = self.tensor(key)
             return made.clone() if copies else made
 
@@ -243,11 +266,15 @@ class SavedGeneration:
 
     def tensor(self, key: str) -> Tensor:
         """A tensor in the private mapping of the file, with all changed rows written to it."""
-        whole = self._whole_of(key)
+        *later, whole = self._links_of(key)
         made = whole._mapped(key)
-        for link in reversed(self.chain[: self.chain.index(whole)]):
+        for link in reversed(later):
             pinned_scatter(made, *link._rows(key))
         return made
+
+    def _links_of(self, key: str) -> list[SavedGeneration]:
+        """The checkpoints of the chain up to the one with all rows of a tensor."""
+        return self.chain[: self.chain.index(self._whole_of(key)) + 1]
 
     def _mapped(self, key: str) -> Tensor:
         array, mapped = self._arrays[key]
