@@ -118,7 +118,7 @@ lint: setup ## format, lint and types
 # tests/sanitized.py builds a separate package with only the CPU kernels, and runs these tests with it.
 TESTS_OF_BOUNDS := $(addprefix tests/memory/test_memory,.py _errors.py) \
     $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
-    argument_faults.py argument_errors.py swap_argument_errors.py index_errors.py pinned_gather.py \
+    argument_faults.py argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
     sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py)
 # Tests of torch's threads within an op, of the library's threads, and of concurrent Python threads.

@@ -39,6 +39,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
+def some(count: int, of: int, seed: int, *, ascending: bool = True) -> Tensor:
+    """Distinct numbers below `of`."""
+    chosen = torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count]
+    return chosen.sort().values if ascending else chosen
+
+
 def random_rows(
     rows: int,
     row_shape: Sequence[int] = (),
@@ -221,16 +227,22 @@ def optimizer_state_swap(
     *,
     evict_plan: list[Tensor] | None = None,
     load_plan: list[Tensor] | None = None,
+    evict_places: Tensor | None = None,
+    load_places: Tensor | None = None,
 ) -> None:
     """Writes `leaving` to the host rows `evict` and the host rows `load` to `arriving`, at once.
 
-    A row in both lists goes from `leaving` to `arriving`; its host copy stays as it was.
+    A row in both lists goes from `leaving` to `arriving`, with the bits that the host would store;
+    its host copy stays as it was.
     """
-    leaves = {row: position for position, row in enumerate(evict.tolist())}
-    arrives = {row: position for position, row in enumerate(load.tolist())}
+    leaves, arrives = (
+        dict(zip(ids.tolist(), range(len(ids)) if at is None else at.tolist(), strict=True))
+        for ids, at in ((evict, evict_places), (load, load_places))
+    )
     for rows, out_rows, in_rows in zip(host, leaving, arriving, strict=True):
         for row, position in arrives.items():
-            in_rows[position].copy_(out_rows[leaves[row]] if row in leaves else rows[row])
+            kept = out_rows[leaves[row]].to(rows.dtype) if row in leaves else rows[row]
+            in_rows[position].copy_(kept)
         for row, position in leaves.items():
             if row not in arrives:
                 rows[row].copy_(out_rows[position])

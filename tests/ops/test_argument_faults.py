@@ -178,13 +178,24 @@ def test_what_is_no_tensor_is_no_table_and_no_rows(given: Any) -> None:
                 call()
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Tensor.to_sparse, r"must be a dense \(strided\) tensor; call .to_dense"),
+        (lambda tensor: tensor.to("meta"), "one op cannot take both meta|is part of a step"),
+    ],
+    ids=["sparse", "meta"],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_sparse_tensors_are_refused_as_any_argument(name: str) -> None:
+def test_sparse_and_meta_tensors_are_refused_as_any_argument(
+    name: str, kind: Callable[[Tensor], Tensor], message: str
+) -> None:
     for place in range(len(apart(name)[2])):
         op, arguments, tensors = apart(name)
-        tensors[place] = tensors[place].to_sparse()
-        with pytest.raises(ValueError, match=r"must be a dense \(strided\) tensor; call .to_dense"):
-            op(*with_tensors(arguments, tensors))
+        tensors[place] = kind(tensors[place])
+        if len(tensors) > 1 or tensors[place].is_sparse:
+            with pytest.raises((ValueError, NotImplementedError), match=message):
+                op(*with_tensors(arguments, tensors))
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized")
@@ -299,31 +310,6 @@ def test_bad_ids_are_blamed_on_the_swap_that_had_to_plan_them(missing: str) -> N
     ):
         speedtorch.optimizer_state_swap([table], [rows], arriving=[rows.clone()], **ids, **given)
     assert not table.any()
-
-
-@pytest.mark.parametrize("distinct", [-1, 5, 2**62])
-def test_lists_are_compared_only_as_far_as_they_go(distinct: int) -> None:
-    ids = torch.tensor([1, 2, 5, 9])
-    status = speedtorch.plan_rows(ids, ROWS)[4]
-    wrong = status.clone()
-    wrong[3] = distinct
-    halt, fault = (torch.zeros(size, dtype=torch.int64) for size in (2, 8))
-    more, message = (
-        (ROWS, halt, fault),
-        f"must report 0 to 4 unique ids, the length of its list, got {distinct}",
-    )
-    refused(lambda: ops.plan_batch(ids, ROWS, -1, -1, ids, wrong), f"held_status {message}")
-    for lists in ((ids, wrong, ids, status), (ids, status, ids, wrong)):
-        refused(lambda lists=lists: ops.diff_ids(*lists, *more), message)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("begin", [-1, 2, 2**31, 2**63 - 1, -(2**63)])
-def test_sums_begin_within_the_batch(begin: int) -> None:
-    plan = speedtorch.plan_rows(torch.tensor([1, 3, 1]), ROWS)
-    refused(
-        lambda: speedtorch.sum_rows(torch.ones(2, 2), plan, ROWS, begin=begin),
-        f"rows {begin} to {begin + 2} must be within the 3 ids",
-    )
 
 
 @pytest.mark.parametrize("direction", [-1, 2, 2**40])

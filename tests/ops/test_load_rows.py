@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes
+from reference import assert_same_bytes, some
 from torch import Tensor
 
 import speedtorch
@@ -27,12 +27,6 @@ def table(*, pinned: bool = False) -> list[Tensor]:
     return fields
 
 
-def some(count: int, seed: int) -> Tensor:
-    """Ascending ids."""
-    random = torch.Generator().manual_seed(seed)
-    return torch.randperm(ROWS, generator=random)[:count].sort().values
-
-
 def left(count: int, device: str) -> list[Tensor]:
     """Rows that leave."""
     return [torch.full((count, *shape), 7).to(device, dtype) for shape, dtype in SHAPES]
@@ -48,11 +42,10 @@ def test_rows_of_both_lists_are_carried_and_further_rows_are_read(
     """`more` rows lie behind those that leave, as a padding's."""
     host = table(pinned=pinned and device == "cuda")
     before = [field.clone() for field in host]
-    evict, load = some(evicts, 2), some(loads, 3)
+    evict, load = some(evicts, ROWS, 2), some(loads, ROWS, 3)
     leaving = left(evicts + more, device)
     made = load_rows(host, leaving, evict.to(device), load.to(device))
-    if device == "cuda":
-        torch.cuda.synchronize()
+    speedtorch.synchronize()
     carried = torch.isin(load, evict)
     gone = evict[~torch.isin(evict, load)]
     for field, old, rows in zip(host, before, made, strict=True):
@@ -71,13 +64,16 @@ def test_rows_of_both_lists_are_carried_and_further_rows_are_read(
 def test_rows_without_eviction_are_carried_and_the_table_is_unchanged(
     pinned: bool, device: str
 ) -> None:
-    host, evict, index = table(pinned=pinned and device == "cuda"), some(300, 2), some(700, 3)
+    host, evict, index = (
+        table(pinned=pinned and device == "cuda"),
+        some(300, ROWS, 2),
+        some(700, ROWS, 3),
+    )
     before = [field.clone() for field in host]
     lists = left(300, device), evict.to(device)
     planned = load_batch(host, *lists, index.to(device, copy=True), ROWS, -1, False)
     alone = load_rows(host, *lists, index.to(device), False)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    speedtorch.synchronize()
     carried = torch.isin(index, evict)
     for number, (field, old) in enumerate(zip(host, before, strict=True)):
         assert_same_bytes(field, old)
@@ -99,7 +95,7 @@ def test_a_batch_is_planned_and_loaded(
     count: int, padding: int, dtype: torch.dtype, device: str, of_ids: str
 ) -> None:
     host = table(pinned=device == "cuda")
-    random, evict = torch.Generator().manual_seed(count), some(30, 2)
+    random, evict = torch.Generator().manual_seed(count), some(30, ROWS, 2)
     index = torch.randint(20 if count == 100 else ROWS, (count,), generator=random).to(dtype)
     given = index.to(of_ids, copy=True)
     made = load_batch(host, left(30, device), evict.to(device), given, ROWS, padding)
@@ -133,7 +129,7 @@ def test_a_batch_is_planned_and_loaded(
 def test_bad_ids_move_nothing(bad: int, device: str, of_ids: str) -> None:
     host, index = table(pinned=device == "cuda"), torch.tensor([3, bad, 4, bad], device=of_ids)
     with pytest.raises(IndexError, match=rf"id {bad} at position 1 of index .*\(2 of 4 ids"):
-        load_batch(host, left(30, device), some(30, 2).to(device), index, ROWS, -1)
+        load_batch(host, left(30, device), some(30, ROWS, 2).to(device), index, ROWS, -1)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)
 
@@ -158,7 +154,7 @@ def test_rows_of_16_bits_are_loaded_in_the_dtype_of_evicted_rows(device: str) ->
     host = torch.randn(ROWS, 3).bfloat16()
     if device == "cuda":
         speedtorch.pin_memory_(host)
-    load = some(50, 4)
+    load = some(50, ROWS, 4)
     nothing = torch.empty(0, 3, device=device)
     (rows,) = load_rows([host], [nothing], load[:0].to(device), load.to(device))
     assert_same_bytes(rows.cpu(), host[load].float())
@@ -183,24 +179,19 @@ def test_rows_that_do_not_fit_are_refused(
         for shape, kind in zip(leaving, kinds, strict=False)
     ]
     ids = torch.arange(2, device=device)
-    with pytest.raises((ValueError, IndexError), match=message):
-        load_rows(host, given, ids, ids)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            load_rows(host, left(0, device), ids[:0], ids[:0])  # which raises what a kernel found
-    with pytest.raises((ValueError, IndexError), match=message):
-        load_batch(host, given, ids, ids, ROWS, -1)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            load_rows(host, left(0, device), ids[:0], ids[:0])
+    for load in (load_rows, lambda *lists: load_batch(*lists, ROWS, -1)):
+        with pytest.raises((ValueError, IndexError), match=message):
+            load(host, given, ids, ids)
+            if device == "cuda":
+                torch.cuda.synchronize()
+                load_rows(host, left(0, device), ids[:0], ids[:0])  # raises what a kernel found
 
 
 def test_memory_that_is_not_there_moves_no_row(device: str) -> None:
-    host, ids = table(), some(40, 2).to(device)
+    host, ids = table(), some(40, ROWS, 2).to(device)
     given = [torch.empty((0, 1 << 50), device=device), *left(0, device)[1:]]
-    with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
-        load_rows(host, given, ids[:0], ids)
-    with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
-        load_batch(host, given, ids[:0], ids, ROWS, -1)
+    for load in (load_rows, lambda *lists: load_batch(*lists, ROWS, -1)):
+        with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
+            load(host, given, ids[:0], ids)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)

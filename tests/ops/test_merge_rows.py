@@ -48,21 +48,3 @@ def test_many_fields_are_more_than_one_launch(device: str) -> None:
     rows = [torch.full((5, 2), k, device=device) for k in range(20)]
     _, places, _, *moved = merge_rows(rows, ids.to(device), new.to(device))
     assert [int(tensor[places[0], 0]) for tensor in moved] == list(range(20))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "merge_rows: rows must have at least one field"),
-        ([(2, 3)], r"rows\[0\] has 2 rows, expected one for each of 4 held ids, or one more"),
-        ([(6, 3)], r"rows\[0\] has 6 rows, expected one for each of 4 held ids"),
-        ([(4, 3), (5, 3)], r"rows\[1\] has 5 rows, expected 4 like rows\[0\]"),
-    ],
-)
-def test_rows_that_are_not_those_of_the_ids_are_refused(
-    rows: list[tuple[int, int]], message: str, device: str
-) -> None:
-    held, more = (torch.arange(n, device=device) for n in (4, 2))
-    given = [torch.zeros(shape, device=device) for shape in rows]
-    with pytest.raises(ValueError, match=message):
-        merge_rows(given, held, more)

@@ -132,28 +132,6 @@ def test_a_plan_of_another_number_of_ids_is_refused(place: Place) -> None:
     reference.assert_same_storage(table, values)
 
 
-def broken_plans(index: Tensor) -> dict[str, list[Tensor]]:
-    """Lists of tensors that are no plan of these ids."""
-    plan = speedtorch.plan_rows(index, 37)
-    return {
-        "too_short": plan[:4],
-        "too_long": [*plan, plan[0]],
-        "no_tensors": [],
-        "wrong_dtype": [plan[0].int(), *plan[1:]],
-        "wrong_shape": [*plan[:4], plan[4][:7]],
-        "strided": [plan[0].repeat(2)[::2], *plan[1:]],
-    }
-
-
-@pytest.mark.parametrize(
-    "fault", ["too_short", "too_long", "no_tensors", "wrong_dtype", "wrong_shape", "strided"]
-)
-def test_what_is_no_plan_is_refused(place: Place, fault: str) -> None:
-    table, index = place.table(random_rows(37, (5,))), place.ids([1, 0, 5])
-    with pytest.raises(ValueError, match=r"pinned_gather: .*plan"):
-        speedtorch.pinned_gather(table, index, plan=broken_plans(index)[fault])
-
-
 @pytest.mark.parametrize("name", ["evict_plan", "load_plan"])
 def test_one_plan_of_two_is_enough(place: Place, name: str) -> None:
     values, rows = random_rows(37, (5,)), random_rows(3, (5,), seed=1)
@@ -163,14 +141,3 @@ def test_one_plan_of_two_is_enough(place: Place, name: str) -> None:
     speedtorch.optimizer_state_swap([table], [place.work(rows)], index, [arriving], load, **plan)
     speedtorch.synchronize()
     reference.assert_same_bytes(arriving, torch.stack([rows[2], values[7], values[8]]))
-
-
-def test_a_negative_number_of_rows_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match=r"plan_rows: .*rows.*-1"):
-        speedtorch.plan_rows(torch.tensor([0], device=device), -1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
-def test_ids_of_another_dtype_are_refused(device: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="plan_rows: index must be int32 or int64"):
-        speedtorch.plan_rows(torch.tensor([0], device=device).to(dtype), 4)

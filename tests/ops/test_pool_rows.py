@@ -114,31 +114,6 @@ def test_it_runs_on_the_current_stream() -> None:
     assert_same_bytes(pooled, pool_rows(rows, places, offsets, 4))
 
 
-def test_arguments_that_do_not_fit_are_errors() -> None:
-    rows, places, offsets = torch.ones(3, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 1, 2])
-    meta = places.to("meta")
-    pool = speedtorch.pool_rows
-    for call, message in (
-        (lambda: pool(rows.int(), places, offsets, 1), "rows must be float.*got Int"),
-        (lambda: pool(rows[0], places, offsets, 1), r"rows must be \[rows, columns\].*\[2\]"),
-        (lambda: pool(rows.t(), places, offsets, 1), "rows must be contiguous"),
-        (lambda: pool(rows, places.int(), offsets, 1), "places must be a contiguous int64"),
-        (lambda: pool(rows, places, offsets[None], 1), "offsets must be a contiguous int64"),
-        (lambda: pool(rows, places, offsets[:0], 1), "offsets must have one entry more"),
-        (lambda: pool(rows, meta, offsets, 1), "meta tensors"),
-        (lambda: pool(rows, places, offsets, 2), "features must divide the 3 bags, got 2"),
-        (lambda: pool(rows, places, offsets, 0), "features must divide the 3 bags, got 0"),
-        (lambda: pool(rows, places, offsets, -3), "features must divide the 3 bags, got -3"),
-        (lambda: pool(rows, places + 1, offsets, 1), "places has 3 at position 1.* for 3 rows"),
-        (lambda: pool(rows, places - 1, offsets, 1), "places has -1 at position 0"),
-        (lambda: pool(rows, places, offsets + 1, 1), "offsets has 1 at position 0. .* 0 to 2"),
-        (lambda: pool(rows, places, offsets.flip(0), 3), "offsets has 2 at position 0"),
-        (lambda: pool(rows, places[:1], offsets, 3), "offsets has 2 at position 3"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 @NEEDS_GPU
 def test_rows_may_be_wider_than_a_grid_is_high() -> None:
     columns = 65_536 * 32 + 5

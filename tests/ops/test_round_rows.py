@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -236,32 +235,3 @@ def test_no_rows_and_no_columns_count_a_step(device: str) -> None:
     round_rows([torch.zeros(2, 0, device=device)], ids, key, [8], True)
     round_rows([torch.zeros(0, 3, device=device)], ids[:0], key, [8], True)
     assert key.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"exponent_bits": [11]}, r"exponent_bits must be 0, 5 or 8, got 11"),
-        ({"exponent_bits": []}, r"must have the same length, got 1 and 0"),
-        ({"rows": []}, r"rows must have at least one field"),
-        ({"rows": [torch.zeros(1, 3)]}, r"rows\[0\] has 1 rows, at least 2 are needed"),
-        ({"rows": [torch.zeros(2, 3).double()]}, r"must be float32 to be stored in 16 bits, got"),
-        ({"rows": [torch.zeros(2, 6)[:, ::2]]}, r"rows\[0\]"),
-        ({"key": torch.zeros(3, dtype=torch.int64)}, r"key has shape \[3\], expected \[2\]"),
-        ({"ids": torch.zeros(2, dtype=torch.int32)}, r"ids must be a contiguous int64"),
-    ],
-    ids=["bits", "lengths", "no field", "rows", "double", "strided", "key", "ids"],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "rows": [torch.full((2, 3), 1.001)],
-        "ids": torch.tensor([0, 1]),
-        "key": torch.tensor([1, 0]),
-        "exponent_bits": [8],
-    }
-    before = arguments["rows"][0].clone()
-    given = {**arguments, **change}
-    with pytest.raises(ValueError, match=f"round_rows: .*{message}"):
-        round_rows(*given.values(), True)
-    assert_same_bytes(arguments["rows"][0], before)
-    assert given["key"][1] == 0

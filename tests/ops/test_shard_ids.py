@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from conftest import NEEDS_GPU
@@ -171,30 +169,3 @@ def test_requested_ids_are_the_reference(device: str, ranks: int, share: int) ->
     rows = blocks[:, :-1]
     assert torch.equal(ids.cpu(), rows.masked_fill(rows < 0, 77).flatten())
     assert fault.tolist() == [int(blocks[:, -1].max())]
-
-
-def test_arguments_that_do_not_fit_are_errors() -> None:
-    ids, distances = torch.tensor([1, 2, 3]), torch.tensor([0, 4, 0])
-    numbers = {"rows": 6, "block": 2, "rows_per_rank": 4, "ranks": 2, "share": 3}
-    given: dict[str, Any] = {"ids": ids, "distances": distances, **numbers}
-    changed: list[tuple[dict[str, Any], str]] = [
-        ({"ids": ids.float()}, "ids must be int32 or int64"),
-        ({"distances": distances[:2]}, r"distances has shape \[2\], expected \[3\]"),
-        ({"distances": distances.int()}, "distances must"),
-        ({"rows": -1}, "rows must be at least 0, got -1"),
-        ({"block": 0}, "block must be at least 1, got 0"),
-        ({"rows_per_rank": -1}, "rows_per_rank must be at least 0, got -1"),
-        ({"ranks": 0}, "ranks must be at least 1, got 0"),
-        ({"share": -2}, "share must be at least -1, got -2"),
-        ({"rows_per_rank": 2**62}, "rows_per_rank must be at most .* for 2 ranks"),
-        ({"share": 2**30}, "share must be at most .* for 2 ranks"),
-    ]
-    for changes, message in changed:
-        with pytest.raises(ValueError, match=f"shard_ids: {message}"):
-            torch.ops.speedtorch.shard_ids(*(given | changes).values())
-    blocks = torch.zeros(2, 3, dtype=torch.int64)
-    for wrong in (blocks.int(), blocks.t(), blocks[0], blocks[:, :0]):
-        with pytest.raises(ValueError, match="requested_ids: blocks must be a contiguous int64"):
-            _ops.requested_ids(wrong, 1)
-    with pytest.raises(ValueError, match=r"differs has shape \[2\], expected \[1\]"):
-        _ops.requested_ids(blocks, 1, torch.zeros(2, dtype=torch.int64))
