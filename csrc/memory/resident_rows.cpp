@@ -13,6 +13,7 @@
 #include <bit>
 #include <cerrno>
 #include <chrono>
+#include <limits>
 #include <system_error>
 #include <thread>
 
@@ -24,6 +25,14 @@ constexpr int64_t kMaxThreads = 32;
 constexpr int64_t kCallsPerThread = 16;
 // The maximum number of consecutive records in one call; less than IOV_MAX.
 constexpr int64_t kRecordsPerCall = 256;
+// The maximum number of records that the calling thread reads from the page cache. It reads a
+// record in about 1 us, and starting the threads takes about as long as reading so many.
+constexpr size_t kReadsWithoutThreads = 512;
+// read_ahead() reads pages, as the page cache does, and neighbouring pages in one call.
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kPagesPerCall = 32;
+// A loop that prefetches reads two batches ahead, or three.
+constexpr int kMaxReadersAhead = 3;
 
 // Mixes all bits (splitmix64), because rows of one batch may differ in few.
 uint64_t mixed(uint64_t x) {
@@ -32,6 +41,23 @@ uint64_t mixed(uint64_t x) {
   x = (x ^ x >> 27) * 0x94d049bb133111eb;
   return x ^ x >> 31;
 }
+
+// Blocks all signals in this thread while it lives. New threads inherit the mask, so that signals
+// such as Ctrl-C reach Python's thread.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
 
 // Calls use(i) for i in [0, count) on several threads until a call returns an errno. Returns the
 // first such failure, where `row_of(i)` names the row.
@@ -48,16 +74,12 @@ FileFailure in_threads(int64_t count, const Use& use, const RowOf& row_of) {
   };
   std::vector<std::thread> threads;
   const int64_t wanted = std::min(kMaxThreads, count / kCallsPerThread);
-  sigset_t all, before;
-  sigfillset(&all);
-  // New threads inherit the mask, so that signals such as Ctrl-C reach Python's thread.
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
+    const BlockedSignals blocked;
     threads.reserve(static_cast<size_t>(wanted));
     while (static_cast<int64_t>(threads.size()) < wanted) threads.emplace_back(work);
   } catch (const std::exception&) {  // no memory or too many threads: the others do the work
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   work();
   for (std::thread& thread : threads) thread.join();
   return failure;
@@ -86,15 +108,19 @@ int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t of
 }  // namespace
 
 ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
-    : file_(fcntl(file, F_DUPFD_CLOEXEC, 0)),
+    : file_(std::make_shared<File>(fcntl(file, F_DUPFD_CLOEXEC, 0))),
       memory_(memory),
       record_bytes_(record_bytes),
       slots_(static_cast<size_t>(slot_count)),
       table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {
-  if (file_ < 0) throw std::system_error(errno, std::generic_category(), "resident rows");
+  if (file_->descriptor < 0) {
+    throw std::system_error(errno, std::generic_category(), "resident rows");
+  }
 }
 
-ResidentRows::~ResidentRows() { close(file_); }
+ResidentRows::File::~File() {
+  if (descriptor >= 0) close(descriptor);
+}
 
 // The place of a row in the hash table, or of the empty place where it would be.
 size_t ResidentRows::place_of(int64_t row) const {
@@ -199,6 +225,60 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   return {};
 }
 
+void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
+  std::vector<int64_t> missing;
+  const int64_t last = std::numeric_limits<int64_t>::max() / record_bytes_ - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    if (rows[i] >= 0 && rows[i] <= last && table_[place_of(rows[i])] == 0) {
+      missing.push_back(rows[i]);
+    }
+  }
+  std::ranges::sort(missing);
+  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
+  if (missing.empty()) return;
+  if (file_->readers_ahead.fetch_add(1) >= kMaxReadersAhead) {
+    --file_->readers_ahead;
+    return;
+  }
+  struct Pages {
+    int64_t begin, end;
+  };
+  std::vector<Pages> parts;
+  for (const int64_t row : missing) {
+    const int64_t begin = row * record_bytes_ / kPageBytes;
+    const int64_t end = ((row + 1) * record_bytes_ + kPageBytes - 1) / kPageBytes;
+    if (!parts.empty() && begin <= parts.back().end && end - parts.back().begin <= kPagesPerCall) {
+      parts.back().end = end;
+    } else {
+      parts.push_back({begin, end});
+    }
+  }
+  counts_.ahead += static_cast<int64_t>(missing.size());
+  const auto work = [file = file_, parts = std::move(parts)] {
+    const auto read = [&](int64_t i) {
+      char buffer[kPagesPerCall * kPageBytes];
+      const Pages& part = parts[static_cast<size_t>(i)];
+      for (int64_t page = part.begin; page < part.end; page += kPagesPerCall) {
+        const int64_t pages = std::min(kPagesPerCall, part.end - page);
+        // A failed read is repeated by find(), which reports the error.
+        if (pread(file->descriptor, buffer, static_cast<size_t>(pages * kPageBytes),
+                  page * kPageBytes) <= 0) {
+          break;
+        }
+      }
+      return 0;
+    };
+    in_threads(static_cast<int64_t>(parts.size()), read, [](int64_t i) { return i; });
+    --file->readers_ahead;
+  };
+  try {
+    const BlockedSignals blocked;
+    std::thread(work).detach();
+  } catch (const std::exception&) {  // no memory, or too many threads
+    --file_->readers_ahead;
+  }
+}
+
 void ResidentRows::release(int64_t lease) {
   const auto found = leases_.find(lease);
   if (found == leases_.end()) return;
@@ -240,20 +320,21 @@ void ResidentRows::forget() {
   }
 }
 
-// Records in the page cache are read on this thread, because they take less time than a thread.
+// A few records in the page cache are read on this thread, without starting others.
 FileFailure ResidentRows::read_records(const std::vector<int64_t>& rows,
                                        const std::vector<int64_t>& slots) {
   const auto begin = std::chrono::steady_clock::now();
   const auto read = [&](size_t k, const auto& call) {
     iovec part{record(slots[k]), static_cast<size_t>(record_bytes_)};
-    return transfer(call, file_, &part, 1, rows[k] * record_bytes_);
+    return transfer(call, file_->descriptor, &part, 1, rows[k] * record_bytes_);
   };
   const auto without_wait = [](int file, iovec* parts, int count, off_t offset) {
     return preadv2(file, parts, count, offset, RWF_NOWAIT);
   };
   std::vector<size_t> left;
   for (size_t k = 0; k < rows.size(); ++k) {
-    if (read(k, without_wait) != 0) left.push_back(k);  // not there, or not supported: read again
+    // An error means: not there, or not supported. Then preadv reads the record.
+    if (k >= kReadsWithoutThreads || read(k, without_wait) != 0) left.push_back(k);
   }
   const FileFailure failure = in_threads(
       static_cast<int64_t>(left.size()),
@@ -286,8 +367,9 @@ FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
         for (size_t k = first; k < end; ++k) {
           parts[k - first] = {record(slots[k]), static_cast<size_t>(record_bytes_)};
         }
-        const int error = transfer(pwritev, file_, parts, static_cast<int64_t>(end - first),
-                                   row_of(first) * record_bytes_);
+        const int error =
+            transfer(pwritev, file_->descriptor, parts, static_cast<int64_t>(end - first),
+                     row_of(first) * record_bytes_);
         if (error != 0) return error;
         for (size_t k = first; k < end; ++k) {
           Slot& slot = slots_[static_cast<size_t>(slots[k])];

@@ -2,15 +2,17 @@
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
 // Threads read and write records of one call at the same time, because a disk is fastest with many
-// requests. Between calls no thread exists. The caller waits for the GPU before each call, because
-// a call may read and overwrite slots.
+// requests. The caller waits for the GPU before each call, because a call may read and overwrite
+// slots. Between calls only threads of read_ahead() exist, which access no slot.
 //
 // Between find() and release() the caller reads and writes records in the slots that were found.
 // Other calls may come meanwhile, such as from garbage collection or another thread. They leave
 // these slots with their rows, and these rows remain marked as changed.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -30,6 +32,7 @@ struct ResidentCounts {
   int64_t reads = 0;    // records read from the file
   int64_t writes = 0;   // records written to the file
   int64_t wait_ns = 0;  // time of calls that read or wrote records
+  int64_t ahead = 0;    // records that read_ahead() began to read
 };
 
 class ResidentRows {
@@ -38,7 +41,6 @@ class ResidentRows {
   // must remain allocated. Opens the file again by its descriptor; throws std::system_error if that
   // fails.
   ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes);
-  ~ResidentRows();
   ResidentRows(const ResidentRows&) = delete;
   ResidentRows& operator=(const ResidentRows&) = delete;
 
@@ -47,6 +49,9 @@ class ResidentRows {
   // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free.
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
                    int64_t* slots);
+  // Begins to read the records of rows that have no slot into the page cache, where find() reads
+  // them without a wait. Ignores errors, invalid rows, and calls while earlier ones still read.
+  void read_ahead(const int64_t* rows, int64_t count);
   // Ends a lease. Does nothing if there is none.
   void release(int64_t lease);
   // Writes changed records of these rows to the file; those of all rows if `rows` is null.
@@ -68,6 +73,15 @@ class ResidentRows {
     uint8_t chances = 0;  // rounds of the hand that the row survives without a use
     bool is_changed = false;
   };
+  struct File {  // closed by its last user, which may be a thread of read_ahead()
+    explicit File(int descriptor) : descriptor(descriptor) {}
+    ~File();
+    File(const File&) = delete;
+    File& operator=(const File&) = delete;
+
+    const int descriptor;
+    std::atomic<int> readers_ahead{0};
+  };
   static constexpr int64_t kNone = -1;
   static constexpr uint8_t kMaxChances = 3;
 
@@ -79,7 +93,7 @@ class ResidentRows {
   FileFailure read_records(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
   FileFailure write_slots(std::vector<int64_t> slots);
 
-  int file_;
+  std::shared_ptr<File> file_;
   char* memory_;
   int64_t record_bytes_;
   std::vector<Slot> slots_;

@@ -1,5 +1,5 @@
-// resident_find, resident_write and resident_counts: records of a file in slots of host memory,
-// by a handle of resident_open. Called by speedtorch/step/resident_store.py.
+// resident_find, resident_read_ahead, resident_write and resident_counts: records of a file in
+// slots of host memory, by a handle of resident_open. Called by speedtorch/step/resident_store.py.
 
 #include <memory>
 #include <mutex>
@@ -88,6 +88,16 @@ Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing, int6
   return {slots, failure_of(kOp, failure, rows)};
 }
 
+// Begins to read records that have no slot into the page cache, and does not wait. A hint: invalid
+// rows and errors are ignored.
+void resident_read_ahead(int64_t handle, const Tensor& rows) {
+  constexpr const char* kOp = "resident_read_ahead";
+  const auto found = opened_by(kOp, handle);
+  check_list(kOp, "rows", rows, "slots", found->memory);
+  const std::scoped_lock lock(found->rows.mutex());
+  found->rows.read_ahead(data_of(rows), rows.numel());
+}
+
 // Does nothing without such a handle or lease.
 void resident_release(int64_t handle, int64_t lease) {
   std::shared_ptr<Opened> found;
@@ -119,12 +129,13 @@ Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool fo
   return failure_of(kOp, failure, found->memory);
 }
 
-// Returns the rows in slots, hits, misses, reads, writes, and nanoseconds of waits for the file.
+// Returns the rows in slots, hits, misses, reads, writes, nanoseconds of waits for the file, and
+// records read ahead.
 Tensor resident_counts(int64_t handle) {
   constexpr const char* kOp = "resident_counts";
   const auto found = opened_by(kOp, handle);
   const std::scoped_lock lock(found->rows.mutex());
-  const Tensor made = new_tensor(kOp, {6}, ScalarType::Long, found->memory);
+  const Tensor made = new_tensor(kOp, {7}, ScalarType::Long, found->memory);
   const ResidentCounts& counts = found->rows.counts();
   int64_t* const numbers = data_of(made);
   numbers[0] = found->rows.resident();
@@ -133,6 +144,7 @@ Tensor resident_counts(int64_t handle) {
   numbers[3] = counts.reads;
   numbers[4] = counts.writes;
   numbers[5] = counts.wait_ns;
+  numbers[6] = counts.ahead;
   return made;
 }
 
@@ -141,6 +153,7 @@ const Ops kOps{
     {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
     {"resident_find(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
      TORCH_BOX(&resident_find)},
+    {"resident_read_ahead(int handle, Tensor rows) -> ()", TORCH_BOX(&resident_read_ahead)},
     {"resident_release(int handle, int lease) -> ()", TORCH_BOX(&resident_release)},
     {"resident_write(int handle, Tensor? rows, bool forgets) -> Tensor",
      TORCH_BOX(&resident_write)},

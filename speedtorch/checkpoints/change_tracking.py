@@ -165,7 +165,7 @@ def are_same(tensor: Tensor, stored: Tensor) -> bool:
     place = place_of(tensor)
     if place is None or place.table.changes is None:
         return False
-    place.table.settle()
+    place.table.settle_to_read()
     return have_same_bytes(
         (place.rows[local.start : local.stop], stored[whole.start : whole.stop])
         for whole, local in place.blocks

@@ -99,13 +99,21 @@ class Prefetch(Generic[_Batch]):
         """Yields batches with their plans, or at last the exception of the loader or a plan."""
         plans: _Plans | None = None
         needs_ids = True
+        stores = {module: module.trained_rows.exchange.held.store for module in self._modules}
+        from_disk = {
+            module: store
+            for module, store in stores.items()
+            if store.reads_ahead and module.lookups is module.trained_rows  # ids of the own rows
+        }
         try:
             for batch in self._loader:
                 parts: _Parts = {}
                 planned = None
                 if needs_ids or pace.is_ahead:
                     parts = ids_of_modules(self._ids(batch), self._named_modules)
-                    needs_ids = pace.checks or _needs_announcing(parts)
+                    needs_ids = pace.checks or _needs_announcing(parts) or bool(from_disk)
+                    for module, store in from_disk.items():
+                        store.read_ahead(parts.get(module, ()))
                 # The loop may run in inference mode, and tensors of a plan must allow gradients.
                 with as_plain(), torch.inference_mode(False):
                     if pace.is_ahead:

@@ -374,7 +374,7 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 
 
 resident_open: Callable[..., int] = _ops.resident_open
-"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next five ops.
+"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next six ops.
 
 `slots` is uint8 `[slots, bytes of a record]` on the CPU. `file` is a descriptor, which the op
 duplicates. Record r begins at byte r times the bytes of a record.
@@ -394,6 +394,13 @@ The slots keep their rows until resident_release(handle, lease).
 """
 
 
+resident_read_ahead: Callable[[int, Tensor], None] = _ops.resident_read_ahead
+"""Begins to read records that have no slot into the page cache: `(handle, rows)`. Does not wait.
+
+Ignores invalid rows and errors of the file, and does nothing while three such calls still read.
+"""
+
+
 resident_release: Callable[[int, int], None] = _ops.resident_release
 """Ends a lease of resident_find: `(handle, lease)`. Does nothing without such a handle or lease."""
 
@@ -407,7 +414,7 @@ that failed, or 0.
 
 
 resident_counts: Callable[[int], Tensor] = _ops.resident_counts
-"""Counts rows in slots, hits, misses, reads, writes, and nanoseconds of waits for the file."""
+"""Counts rows in slots, hits, misses, reads, writes, nanoseconds of waits, and rows read ahead."""
 
 
 numbers_to_host: Callable[..., None] = _ops.numbers_to_host
@@ -782,6 +789,7 @@ _OF_THE_PROCESS = (
     *("reserve_range", "open_range", "map_range", "unmap_range", "range_bytes", "leave_range"),
     *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
     *("resident_open", "resident_close", "resident_counts", "resident_release"),
+    "resident_read_ahead",
 )
 
 

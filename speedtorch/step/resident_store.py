@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtorch.ops.functions import exchange_rows, wait_for_rows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, StoreInSlots
 from speedtorch.table.lazy_table import LazyTable
-from speedtorch.table.resident_rows import ResidentRows
+from speedtorch.table.resident_rows import ResidentRows, reading_only
 
 __all__ = ["ResidentStore", "store_of"]
 
@@ -21,6 +21,8 @@ class ResidentStore(StoreInSlots):
     The host finds the slots, and therefore waits for ids on a GPU, and for earlier exchanges.
     Fields that another table has, such as state that the file lacks, are exchanged with that table.
     """
+
+    reads_ahead = True
 
     def __init__(
         self,
@@ -59,6 +61,11 @@ class ResidentStore(StoreInSlots):
         self.exchange(names, _counted_block(outgoing), None)
         self.exchange(names, None, _counted_block(incoming))
 
+    def read_ahead(self, ids: Sequence[Tensor]) -> None:
+        """As RowStore.read_ahead."""
+        if own := [part.detach().reshape(-1).to(torch.int64) for part in ids if part.is_cpu]:
+            self._resident.read_ahead(torch.cat(own))
+
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """As RowStore.read, after changed records among `ids` are written to the file."""
         self._table.field(name)  # raises if the table is closed
@@ -69,11 +76,12 @@ class ResidentStore(StoreInSlots):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """As RowStore.write; first writes all resident rows to the file."""
         self._table.field("weight")  # raises if the table is closed
-        self._resident.write_back()
+        with reading_only(False):
+            self._resident.write_back()
         super().write(ids, rows)
 
     def write_back(self) -> None:
-        """Writes resident rows to the file. The next exchange reads them again."""
+        """Writes resident rows to the file; see ResidentRows.write_back."""
         self._resident.write_back()
 
     def _exchange(

@@ -99,9 +99,11 @@ class RowStore:
         held_dtype: As given.
         stored: The dtypes of the fields that are stored in 16 bits, by name.
         can_wait: Whether load_batch() accepts `evicts=False`.
+        reads_ahead: Whether read_ahead() has an effect.
     """
 
     can_wait: ClassVar[bool] = True
+    reads_ahead: ClassVar[bool] = False
 
     def __init__(
         self, table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
@@ -186,6 +188,12 @@ class RowStore:
             return _all_of([changes.moving() for changes in records])
         number = getattr(outgoing, "number", None)
         return _all_of([changes.writing(outgoing.ids, number) for changes in records])
+
+    def read_ahead(self, ids: Sequence[Tensor]) -> None:
+        """Begins to read rows that a later step loads, if they are on a disk; ignores invalid ids.
+
+        Ids on a GPU are ignored, because the host would wait for them.
+        """
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Reads rows of a field by id into `out`, `[*ids.shape, ...]`, on the CPU or a GPU."""

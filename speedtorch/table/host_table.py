@@ -32,7 +32,7 @@ from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
-from speedtorch.table.resident_rows import MAX_SLOTS, ResidentReport, ResidentRows
+from speedtorch.table.resident_rows import MAX_SLOTS, ResidentReport, ResidentRows, reading_only
 from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
@@ -450,11 +450,19 @@ class HostTable:
         """Sets the object that trains rows of the table, or None."""
         self.holder = holder
 
-    def write_back(self) -> None:
-        """Makes the table current: newer copies of rows are written back."""
-        if self.holder is not None and (holder := self.holder()) is not None:
-            holder.write_back()
-        if self.resident is not None:
+    def write_back(self, *, only_reads: bool = False) -> None:
+        """Makes the table current: newer copies of rows are written back.
+
+        `only_reads`: The caller writes no rows, so that resident rows remain in their slots.
+        """
+        holder = None if self.holder is None else self.holder()
+        if self.resident is None:
+            if holder is not None:
+                holder.write_back()
+            return
+        with reading_only(only_reads):
+            if holder is not None:
+                holder.write_back()
             self.resident.write_back()
 
     def _open_placement(self) -> Placement:
@@ -474,11 +482,11 @@ class HostTable:
         """
         self._current_placement()
 
-    def _current_placement(self) -> Placement:
+    def _current_placement(self, *, only_reads: bool = False) -> Placement:
         """Returns the memory after a check(): all its rows are current."""
         placement = self._open_placement()
         placement.check()
-        self.write_back()
+        self.write_back(only_reads=only_reads)
         return placement
 
     @property
@@ -559,13 +567,16 @@ class HostTable:
             ValueError: The table is a mapped file with several fields, which has no records.
         """
         self._current_placement()
+        return self._records()[:]
+
+    def _records(self) -> Tensor:
         if self._record is None:
             raise ValueError(
                 f"a mapped file has no records, because it stores its fields"
                 f" {', '.join(self.fields)} one after the other. Choose one field, or open the file"
                 " without memory='mapped'."
             )
-        return self._record[:]
+        return self._record
 
     @_serialized
     def gather(
@@ -586,12 +597,12 @@ class HostTable:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
             torch.Size([2, 1, 2])
         """
-        if field is None:
-            rows = self.record
-            rows = rows.rows if isinstance(rows, ReadOnlyRows) else rows
-        else:
-            self._current_placement()
+        self._current_placement(only_reads=True)
+        if field is not None:
             rows = self.rows_to_read(field)
+        else:
+            rows = self._records()
+            rows = rows.rows if isinstance(rows, ReadOnlyRows) else rows
         return pinned_gather(rows, index, out=out, plan=plan)
 
     @_serialized
@@ -658,7 +669,7 @@ class HostTable:
             >>> table.changed(since).tolist()
             [1, 3]
         """
-        self.settle()
+        self.settle_to_read()
         if not self.can_track_changes:
             raise ValueError(
                 f"track_changes: the rows must be writable, and only by this process, but"
@@ -703,7 +714,7 @@ class HostTable:
                 f"changed: expected a number that this table's track_changes() has returned (1 to"
                 f" {known}), got {since}. Call track_changes() before the changes to record."
             )
-        self.settle()
+        self.settle_to_read()
         return self.changes.since(since)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
@@ -915,7 +926,7 @@ class HostTable:
             ...     os.listdir(folder)
             ['rows.npy']
         """
-        self.settle()
+        self.settle_to_read()
         local = _range_of(rows, self.rows, "rows")
         fields = {name: self.rows_to_read(name)[local.start : local.stop] for name in self.fields}
         own = self._open_placement().path
@@ -1094,6 +1105,10 @@ class HostTable:
             >>> HostTable(2, 1, memory="plain").settle()
         """
         self._current_placement().settle()
+
+    def settle_to_read(self) -> None:
+        """As settle(), for a caller that writes no rows: resident rows remain in their slots."""
+        self._current_placement(only_reads=True).settle()
 
     def flush(self) -> None:
         """Calls settle(), and with memory="file" writes all rows to the disk.

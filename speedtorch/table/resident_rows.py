@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -17,15 +18,17 @@ from speedtorch.ops.functions import (
     resident_counts,
     resident_find,
     resident_open,
+    resident_read_ahead,
     resident_release,
     resident_write,
     wait_for_rows,
 )
 
-__all__ = ["MAX_SLOTS", "ResidentReport", "ResidentRows", "Slots"]
+__all__ = ["MAX_SLOTS", "ResidentReport", "ResidentRows", "Slots", "reading_only"]
 
 MAX_SLOTS = 2**31 - 2
 _lease_numbers = count()
+_only_reads: ContextVar[bool] = ContextVar("only reads", default=False)
 
 
 class ResidentReport(NamedTuple):
@@ -47,6 +50,8 @@ class ResidentReport(NamedTuple):
     written_bytes: int
     wait_seconds: float
     """Time for which steps waited for the file."""
+    read_ahead: int
+    """Records that prefetch() began to read before their step."""
 
 
 class Slots(Protocol):
@@ -132,6 +137,11 @@ class ResidentRows:
         finally:
             lease.release()
 
+    def read_ahead(self, ids: Tensor) -> None:
+        """Begins to read the records of ids `[n]` on the CPU that a later slots() needs."""
+        if self.is_open:
+            resident_read_ahead(self._handle, ids)
+
     def write(self, ids: Tensor) -> None:
         """Writes the changed records among these ids `[n]` to the file. Raises as slots().
 
@@ -142,14 +152,17 @@ class ResidentRows:
             _raise(resident_write(self._handle, ids, False), "writing", self._path)
 
     def write_back(self) -> None:
-        """Writes all changed records to the file and empties the slots. Raises as slots()."""
+        """Writes all changed records to the file. Raises as slots().
+
+        Empties the slots, because the caller may change the file, except in reading_only().
+        """
         if self.is_open:
             self._drop_inherited()
-            _write_back(self._handle, self._path)
+            _write_back(self._handle, self._path, keep=_only_reads.get())
 
     def report(self) -> ResidentReport:
         """Returns what ResidentReport documents."""
-        rows, hits, misses, reads, writes, wait_ns = resident_counts(self._handle).tolist()
+        rows, hits, misses, reads, writes, wait_ns, ahead = resident_counts(self._handle).tolist()
         record_bytes, asked = self._slots.record_bytes, hits + misses
         return ResidentReport(
             slots=self.count,
@@ -161,6 +174,7 @@ class ResidentRows:
             read_bytes=reads * record_bytes,
             written_bytes=writes * record_bytes,
             wait_seconds=wait_ns / 1e9,
+            read_ahead=ahead,
         )
 
     def close(self) -> None:
@@ -174,9 +188,22 @@ class ResidentRows:
             self._process = os.getpid()
 
 
-def _write_back(handle: int, path: str) -> None:
+@contextmanager
+def reading_only(only_reads: bool = True) -> Iterator[None]:
+    """A context in which write_back(), in this thread, keeps rows in their slots.
+
+    The caller reads tables and does not write to them. With False, the caller may write.
+    """
+    token = _only_reads.set(only_reads)
+    try:
+        yield
+    finally:
+        _only_reads.reset(token)
+
+
+def _write_back(handle: int, path: str, *, keep: bool = False) -> None:
     wait_for_rows(None)
-    _raise(resident_write(handle, None, True), "writing", path)
+    _raise(resident_write(handle, None, not keep), "writing", path)
 
 
 def _close(handle: int, path: str, process: int) -> None:

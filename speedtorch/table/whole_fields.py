@@ -13,6 +13,7 @@ from speedtorch.ops.functions import pinned_copy
 from speedtorch.table.host_table import is_same
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.read_only_rows import ReadOnlyRows, in_own_storage
+from speedtorch.table.resident_rows import reading_only
 from speedtorch.table.row_shard import RowShard
 
 __all__ = ["WholeFields", "state_dict_views"]
@@ -127,11 +128,12 @@ class WholeFields:
 def state_dict_views() -> Iterator[None]:
     """A context in which saved(), in this thread, returns views of the table instead of copies.
 
-    The caller must read the views before the table changes.
+    The caller must read the views before the table changes, and must not write to them.
     """
     token = _returns_views.set(True)
     try:
-        yield
+        with reading_only():
+            yield
     finally:
         _returns_views.reset(token)
 

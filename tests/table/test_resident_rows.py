@@ -26,6 +26,7 @@ from speedtorch.ops.functions import (
     resident_counts,
     resident_find,
     resident_open,
+    resident_read_ahead,
     resident_release,
     resident_write,
 )
@@ -169,6 +170,84 @@ def test_rows_that_are_written_between_steps_count(tmp_path: Path) -> None:
         optimizer.step()
         table.scatter(torch.tensor([5]), torch.full((1, WIDTH), 9.0), "weight")
     assert module(ids)[0].tolist() == [9.0] * WIDTH
+
+
+def read_whole(table: HostTable, folder: Path, parts: dict[str, Any]) -> list[Callable[[], Any]]:
+    """Calls that read rows and write none."""
+    table.track_changes()
+    return [
+        lambda: table.gather(torch.arange(ROWS), "exp_avg"),
+        lambda: table.gather(torch.arange(ROWS)),
+        lambda: table.changed(table.track_changes()),
+        lambda: table.save(folder / "saved.safetensors"),
+        lambda: speedtorch.save(folder / "runs", **parts),
+        lambda: speedtorch.async_save(folder / "runs", base=1, **parts).result(),
+    ]
+
+
+def test_readers_leave_rows_resident(tmp_path: Path) -> None:
+    table, expected = made(tmp_path, ROWS), made(tmp_path, None)
+    modules = [
+        speedtorch.Embedding.from_pretrained(each, freeze=False) for each in (table, expected)
+    ]
+    optimizers = [optim.Adam(module.parameters(), lr=0.1) for module in modules]
+    for pair in zip(optimizers, modules, strict=True):
+        speedtorch.attach(*pair)
+    readers = read_whole(table, tmp_path, {"model": modules[0], "optimizer": optimizers[0]})
+    for read in [lambda: None, *readers, lambda: None]:
+        before = table.report()
+        read()
+        assert (table.report().rows, table.report().reads) == (before.rows, before.reads)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            for ids in batches(3):
+                optimizer.zero_grad()
+                module(ids).square().sum().backward()
+                optimizer.step()
+    assert table.report().rows == table.report().reads  # each row was read once
+    assert torch.equal(table["weight"], expected["weight"])
+    assert table.report().rows == 0  # the caller may write to the view
+    found = speedtorch.HostTable.open(tmp_path / "saved.safetensors")
+    assert found.fields == table.fields
+
+
+def test_a_hook_of_a_save_may_write_rows(tmp_path: Path) -> None:
+    table, expected = made(tmp_path, ROWS), made(tmp_path, None)
+    for each in (table, expected):
+        module = speedtorch.Embedding.from_pretrained(each, freeze=False)
+        optimizer = optim.Adam(module.parameters(), lr=0.1)
+        speedtorch.attach(optimizer, module)
+
+        def write(module: speedtorch.Embedding, *_: Any) -> None:
+            module.table["weight"].mul_(0.5)
+            with torch.no_grad():
+                module.weight.add_(1)
+
+        module.register_state_dict_pre_hook(write)
+        for ids in batches(4):
+            module(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            speedtorch.save(tmp_path / f"runs {each is table}", model=module, optimizer=optimizer)
+    for name in table.fields:
+        assert torch.equal(table[name], expected[name])
+
+
+@pytest.mark.parametrize("ids_on_gpu", [False, True])
+def test_prefetch_reads_ahead(ids_on_gpu: bool, device: str, tmp_path: Path) -> None:
+    if ids_on_gpu and device == "cpu":
+        pytest.skip("needs a GPU")
+    table, expected = made(tmp_path, ROWS // 2), made(tmp_path, None)
+    for each in (table, expected):
+        tables = speedtorch.Embedding.from_pretrained(each, freeze=False, device=device)
+        optimizer = optim.SGD(tables.parameters(), lr=0.1)
+        given = [ids.to(device) if ids_on_gpu else ids for ids in batches(9)]
+        for _ in range(40):  # a GPU loop may stop planning
+            for ids in speedtorch.prefetch(given, tables, ids=lambda batch: batch):
+                optimizer.zero_grad()
+                tables(ids.to(device)).square().sum().backward()
+                optimizer.step()
+    assert torch.equal(table["weight"], expected["weight"])
+    assert (table.report().read_ahead > 40) != ids_on_gpu
 
 
 def test_another_reader_sees_the_last_flush(tmp_path: Path) -> None:
@@ -531,6 +610,38 @@ def test_slots_have_the_records_of_their_rows(
     assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
 
 
+def test_many_records_are_read_at_once(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    handle, memory, _ = opened(5000, 3000)
+    for _ in range(3):
+        ids = torch.randperm(5000)[:3000]
+        slots, failure = found_in(handle, ids, 0)
+        assert failure.tolist()[0] == 0
+        assert torch.equal(memory[slots], ids[:, None].expand(-1, 2))
+
+
+def test_records_are_read_ahead(opened: Callable[[int, int], tuple[int, Tensor, Path]]) -> None:
+    handle, memory, path = opened(50_000, 3000)
+    found_in(handle, torch.arange(5), 0)
+    ids = torch.randperm(50_000)[:3000]
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    invalid = torch.tensor([-1, -(2**63), 2**63 - 1, 2**60, 50_000])
+    resident_read_ahead(handle, torch.cat([ids, ids[:9], invalid]))
+    resident_read_ahead(handle, torch.arange(5))  # all are in slots
+    slots, failure = found_in(handle, ids, 0)  # while the threads read
+    assert failure.tolist()[0] == 0
+    assert torch.equal(memory[slots], ids[:, None].expand(-1, 2))
+    ahead = resident_counts(handle).tolist()[6]
+    missing = len(ids) - int((ids < 5).sum())
+    assert missing < ahead <= missing + 3
+    for _ in range(50):  # some are skipped, because earlier ones still read
+        resident_read_ahead(handle, torch.arange(6, 40_000))
+    resident_close(handle)  # the threads continue
+
+
 def test_a_file_that_was_cut_off_is_an_error(
     opened: Callable[[int, int], tuple[int, Tensor, Path]],
 ) -> None:
@@ -593,6 +704,10 @@ def test_wrong_arguments_of_the_ops(opened: Callable[[int, int], tuple[int, Tens
         found_in(handle, torch.arange(2), 3)
     with pytest.raises(ValueError, match="rows must be"):
         resident_write(handle, torch.arange(2).int(), False)
+    with pytest.raises(ValueError, match="no open rows have the handle -1"):
+        resident_read_ahead(-1, torch.arange(2))
+    with pytest.raises(ValueError, match="resident_read_ahead: rows must be"):
+        resident_read_ahead(handle, torch.arange(2).int())
     with pytest.raises(ValueError, match="slots must be uint8"):
         resident_open(memory, 0)
     assert resident_counts(handle).tolist()[0] == 0
