@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from file_faults import fail
-from reference import as_bytes
-from test_deltas import SETTINGS, Run, size
+from reference import assert_same_content
+from saved_runs import SETTINGS, Run, size, tracked_table
 from warm_python import run_warm
 
 import speedtorch
@@ -54,8 +54,7 @@ def test_what_there_was_at_the_call_is_saved(
     how: str, device: str, tmp_path: Path, disk: SlowDisk
 ) -> None:
     run = Run(device, **SETTINGS[how]).train(3)
-    then = run.tensors()
-    random = torch.get_rng_state()
+    then, random = run.state(), torch.get_rng_state()
     saving = speedtorch.async_save(tmp_path, **run.parts, random=random)
     assert disk.is_reached.wait(60)
     run.train(4)
@@ -67,40 +66,35 @@ def test_what_there_was_at_the_call_is_saved(
     assert saved.generation == 1 and saved.waited is not None and saved.waited < saved.seconds
     again = Run(device, seed=9, **SETTINGS[how])
     assert speedtorch.load(tmp_path, **again.parts)["random"].any()
-    for one, other in zip(again.tensors(), then, strict=True):
-        assert torch.equal(as_bytes(one.cpu()), as_bytes(other.cpu()))
+    assert_same_content(again.state(), then)
 
 
 def test_changes_after_the_call_are_in_the_next_delta(
     device: str, tmp_path: Path, disk: SlowDisk
 ) -> None:
-    run = Run(device).train(3)
-    run.table.track_changes()
+    run, again = Run(device).train(3).tracked(), Run(device, seed=7)
     saving = speedtorch.async_save(tmp_path, **run.parts)
     run.train(1)
     disk.goes_on.set()
     whole = saving.result(60)
     run.train(1)
     saving = speedtorch.async_save(tmp_path, base=1, **run.parts)
-    then = run.tensors()
+    then = run.state()
     run.train(1)
     assert size(saving.result(60)) < size(whole) / 2
-    again = Run(device, seed=7)
     speedtorch.load(tmp_path, **again.parts)
-    for one, other in zip(again.tensors(), then, strict=True):
-        assert torch.equal(one, other)
+    assert_same_content(again.state(), then)
 
 
 def test_the_folder_is_waited_for(tmp_path: Path, disk: SlowDisk) -> None:
-    run = Run("cpu").train(1)
-    saving = speedtorch.async_save(tmp_path, **run.parts, step=1)
+    saving = speedtorch.async_save(tmp_path, rows=torch.ones(9), step=1)
     threading.Timer(0.3, disk.goes_on.set).start()
     assert speedtorch.load(tmp_path).get("step") == 1
     assert saving.done()
     disk.goes_on.clear()
-    saving = speedtorch.async_save(tmp_path, **run.parts, step=2)
+    saving = speedtorch.async_save(tmp_path, rows=torch.ones(9), step=2)
     threading.Timer(0.3, disk.goes_on.set).start()
-    assert speedtorch.save(tmp_path, **run.parts, step=3).generation == 3
+    assert speedtorch.save(tmp_path, step=3).generation == 3
     assert saving.result().generation == 2
 
 
@@ -140,26 +134,12 @@ def test_what_has_no_room_is_written_before(
     assert len(list(Path(saving.result(60).path).glob("*.safetensors"))) == 4
     found = speedtorch.load(tmp_path)["tensors"]
     assert [float(each[0]) for each in found.values()] == [0.0, 1.0, 2.0, 3.0]
-    assert fitting([{n: t} for n, t in tensors.items()], most) == 4 - before
+    assert fitting([{name: each} for name, each in tensors.items()], most) == 4 - before
 
 
-def test_an_error_raises_and_keeps_earlier_checkpoints(
+def test_an_error_raises_keeps_earlier_checkpoints_and_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run("cpu").train(1)
-    speedtorch.save(tmp_path, **run.parts, step=1)
-    with monkeypatch.context() as patch:
-        fail(patch, "write")
-        with pytest.warns(RuntimeWarning, match="the background save to .* has failed: OSError"):
-            saving = speedtorch.async_save(tmp_path, **run.parts, step=2)
-            with pytest.raises(OSError, match="Input/output error"):
-                saving.result(60)
-    assert os.listdir(tmp_path) == ["generation-00000001"]
-    assert speedtorch.load(tmp_path, **run.parts) == {"step": 1}
-    assert speedtorch.async_save(tmp_path, **run.parts).result(60).generation == 2
-
-
-def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[weakref.ref[Any]] = []
     real = generation_writer.copies
 
@@ -168,13 +148,18 @@ def test_an_error_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         copied.extend(weakref.ref(each) for shard in made for each in shard.values())
         return made
 
-    monkeypatch.setattr(generation_writer, "copies", copies)
-    fail(monkeypatch, "write")
-    with pytest.warns(RuntimeWarning, match="has failed"):
-        saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
-        assert isinstance(saving.exception(60), OSError)
-        ended()
+    speedtorch.save(tmp_path, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(generation_writer, "copies", copies)
+        fail(patch, "write")
+        with pytest.warns(RuntimeWarning, match="the background save to .* has failed: OSError"):
+            saving = speedtorch.async_save(tmp_path, rows=torch.ones(3))
+            assert isinstance(saving.exception(60), OSError)
+            ended()
     assert [each() for each in copied] == [None]
+    assert os.listdir(tmp_path) == ["generation-00000001"]
+    assert speedtorch.load(tmp_path) == {"step": 1}
+    assert speedtorch.async_save(tmp_path, step=2).result(60).generation == 2
 
 
 def ended(left: int = 0) -> None:
@@ -202,10 +187,8 @@ def test_warnings_that_are_errors_hold_nothing_up(
 def test_a_thread_that_cannot_begin_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(thread: threading.Thread, begin: Any = threading.Thread.start) -> None:
-        if thread.name == "speedtorch save":
-            raise RuntimeError("can't start new thread")
-        begin(thread)
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
@@ -256,8 +239,7 @@ def test_another_working_folder_is_no_matter(
     tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    table = speedtorch.HostTable(10, 1, memory="plain")
-    table.track_changes()
+    table = tracked_table()
     disk.goes_on.set()
     speedtorch.save("run", keep=1, rows=table["weight"])
     disk.goes_on.clear()
