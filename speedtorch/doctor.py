@@ -28,7 +28,15 @@ from speedtorch.memory.byte_count import text_of
 from speedtorch.memory.calibration import measure_link
 from speedtorch.memory.host_memory import HostMemoryKind
 from speedtorch.memory.sysfs import names_in, sysfs_text
-from speedtorch.ops.functions import _ops, pinned_gather, pinned_scatter, wait_for_rows
+from speedtorch.ops.functions import (
+    _ops,
+    pinned_gather,
+    pinned_scatter,
+    resident_close,
+    resident_find,
+    resident_open,
+    wait_for_rows,
+)
 
 __all__ = ["Check", "Finding", "checks", "run_doctor"]
 
@@ -36,6 +44,8 @@ _MEMORY_BYTES = 64 << 20
 _FILE_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20
 _ROW_BYTES = 512
+_PAGE_BYTES = 4096
+_RANDOM_READS = 16_384
 # Odd, so that the multiples modulo 2^64 are distinct and use all bits.
 _PATTERN_STEP = -7046029254386353131
 # Copies of pinned memory reach about 87 % of a link; packet headers use the rest.
@@ -215,15 +225,40 @@ def check_folder(folder: str, nbytes: int) -> Finding:
             length = file.readinto(into)
             read_s += time.perf_counter() - start
             differ += length != len(block) or into != block
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        random_reads = _random_reads(file.fileno(), nbytes)
     if differ:
         advice = "do not store tables or checkpoints there; check the disk and the kernel's log"
         return Finding("wrong", f"{differ} of {count} blocks differ when read again", advice)
     speeds = [count * len(block) / 1e9 / max(seconds, 1e-9) for seconds in (write_s, read_s)]
     found = f"write {speeds[0]:.2f} GB/s with fsync, read {speeds[1]:.2f} GB/s, {text_of(nbytes)}"
+    if random_reads is not None:
+        found += f"; {random_reads:,.0f} random reads of 4 KiB a second"
     if min(speeds) < _LEAST_FILE_GBPS:
         advice = 'use a local SSD for memory="file" and for checkpoints of large tables'
         return Finding("note", found, advice)
     return Finding("ok", found)
+
+
+def _random_reads(descriptor: int, nbytes: int) -> float | None:
+    """Reads pages of a file in random order as a table with resident rows does; pages a second.
+
+    Returns None for a file of less than a page.
+    """
+    pages = nbytes // _PAGE_BYTES
+    if not (count := min(pages, _RANDOM_READS)):
+        return None
+    handle = resident_open(torch.empty(count, _PAGE_BYTES, dtype=torch.uint8), descriptor)
+    try:
+        ids = torch.randperm(pages)[:count]
+        start = time.perf_counter()
+        _, failure = resident_find(handle, ids, 0, 0)
+        seconds = time.perf_counter() - start
+    finally:
+        resident_close(handle)
+    if error := int(failure[0]):
+        raise OSError(error, os.strerror(error))
+    return count / max(seconds, 1e-9)
 
 
 def _link(index: int) -> Finding:

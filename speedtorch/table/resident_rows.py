@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from speedtorch.memory.byte_count import text_of
 from speedtorch.ops.functions import (
     resident_close,
     resident_counts,
@@ -28,6 +30,7 @@ __all__ = ["MAX_SLOTS", "ResidentReport", "ResidentRows", "Slots", "reading_only
 
 MAX_SLOTS = 2**31 - 2
 _lease_numbers = count()
+_WINDOW = 256  # exchanges of a hit rate
 _only_reads: ContextVar[bool] = ContextVar("only reads", default=False)
 
 
@@ -101,6 +104,7 @@ class ResidentRows:
 
     def __init__(self, slots: Slots, descriptor: int, path: str) -> None:
         self._slots, self._path, self._process = slots, path, os.getpid()
+        self._exchanges, self._counts_before, self._has_warned = 0, (0, 0, 0), False
         records = slots.record.view(torch.uint8).view(slots.rows, slots.record_bytes)
         self._handle = resident_open(records, descriptor)
         # In a garbage cycle this runs before the last step's rows are written back, and those go
@@ -129,6 +133,9 @@ class ResidentRows:
         OSError if the file cannot be read or written; no change is lost then.
         """
         self._drop_inherited()
+        self._exchanges += 1
+        if self._exchanges % _WINDOW == 0:
+            self._warn_if_few()
         lease = _Lease(self._handle)
         try:
             slots, failure = resident_find(self._handle, ids, changing, lease.number)
@@ -176,6 +183,25 @@ class ResidentRows:
             wait_seconds=wait_ns / 1e9,
             read_ahead=ahead,
         )
+
+    def _warn_if_few(self) -> None:
+        """Warns once if most rows of the last exchanges had to be read."""
+        rows, hits, misses, _, _, wait_ns, _ = resident_counts(self._handle).tolist()
+        before, self._counts_before = self._counts_before, (hits, misses, wait_ns)
+        hits, misses, wait_ns = (
+            now - then for now, then in zip(self._counts_before, before, strict=True)
+        )
+        if rows == self.count and misses > hits and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._path}: {misses / (hits + misses):.0%} of the rows of the last {_WINDOW}"
+                f" exchanges were not among the {rows:,} resident rows"
+                f" ({text_of(rows * self._slots.record_bytes)}), and steps waited"
+                f" {wait_ns / 1e9:.2f} s for the file. Raise resident=, or pass the ids on the CPU"
+                " to prefetch(), which reads ahead.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Frees the slots after write_back()."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -204,6 +205,16 @@ def test_a_folder_is_ok_unless_it_is_slow(
     assert finding.status == status and (finding.advice is None) == (status == "ok")
     assert re.fullmatch(r"write \S+ GB/s with fsync, read \S+ GB/s, 2.9 KiB", finding.found)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_random_reads_of_a_folder_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = doctor.check_folder(str(tmp_path), 3 * doctor._PAGE_BYTES).found
+    assert re.fullmatch(r".*, 12.0 KiB; [1-9]\S* random reads of 4 KiB a second", found)
+    monkeypatch.setattr(doctor, "resident_find", lambda *_: (None, torch.tensor([errno.EIO, 0])))
+    finding = Check("it", partial(doctor.check_folder, str(tmp_path), 4096), "advice").finding()
+    assert finding.status == "wrong" and "Input/output error" in finding.found
 
 
 def test_a_folder_is_written_and_read_at_the_reported_speeds(

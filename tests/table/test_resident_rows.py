@@ -6,9 +6,11 @@ import errno
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +32,7 @@ from speedtorch.ops.functions import (
     resident_release,
     resident_write,
 )
+from speedtorch.table import resident_rows
 
 ROWS, WIDTH, IDS, STEPS = 120, 4, 12, 25
 RECORD = 3 * 4 * WIDTH
@@ -501,6 +504,49 @@ def test_wrong_arguments_make_no_file(
     with pytest.raises(kind, match=message):
         HostTable(10, WIDTH, **{"memory": "file", "path": path, **arguments})
     assert not (tmp_path / "rows").exists()
+
+
+WARNING = r"\d+% of the rows of the last 4 .* not among the 20 resident rows .* Raise resident="
+
+
+@pytest.mark.parametrize("slots", [20, ROWS])
+def test_too_few_resident_rows_warn_once(
+    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(resident_rows, "_WINDOW", 4)
+    table = made(tmp_path, slots)
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    for first in range(20):
+        module((torch.arange(10) + 10 * first) % ROWS)
+    found = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert len(found) == (slots == 20)
+    assert not found or re.search(WARNING, found[0])
+
+
+def test_a_warning_that_is_an_error_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident_rows, "_WINDOW", 4)
+    seen = []
+    for table in (made(tmp_path, 20), made(tmp_path, None)):
+        module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        raised = 0
+        for first in range(20):
+            ids = (torch.arange(10) + 10 * first) % ROWS
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                try:
+                    found = module(ids)
+                except RuntimeWarning:
+                    raised += 1
+                    found = module(ids)
+            found.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(table["weight"].clone())
+        assert raised == (table.memory == "file")
+    assert torch.equal(*seen)
 
 
 def test_a_mapped_table_has_no_resident_rows(tmp_path: Path) -> None:
