@@ -9,6 +9,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -29,6 +30,26 @@ NEW = {"a": b"new a...", "b": b"new b..."}
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Names and contents of all files in a folder, hidden ones too."""
     return {entry.name: entry.read_bytes() for entry in sorted(folder.iterdir())}
+
+
+@contextmanager
+def opened_as(path: Path, flags: int) -> Iterator[None]:
+    """Within the block all descriptors of the file are open with other flags."""
+    numbers = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}") == str(path):
+                numbers.append(int(name))
+    saved, other = {number: os.dup(number) for number in numbers}, os.open(path, flags)
+    for number in numbers:
+        os.dup2(other, number)
+    try:
+        yield
+    finally:
+        for number, descriptor in saved.items():
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(other)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> Counter[str]:

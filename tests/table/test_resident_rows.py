@@ -12,13 +12,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from file_faults import opened_as
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -402,26 +402,6 @@ def test_a_closed_table_is_the_error_of_a_module(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Disk errors
-
-
-@contextmanager
-def opened_as(path: Path, flags: int) -> Iterator[None]:
-    """Within the block all descriptors of the file are open with other flags."""
-    numbers = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            if os.readlink(f"/proc/self/fd/{name}") == str(path):
-                numbers.append(int(name))
-    saved, other = {number: os.dup(number) for number in numbers}, os.open(path, flags)
-    for number in numbers:
-        os.dup2(other, number)
-    try:
-        yield
-    finally:
-        for number, descriptor in saved.items():
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.close(other)
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDONLY], ids=["reads", "writes"])
