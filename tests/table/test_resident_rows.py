@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -219,15 +219,18 @@ def test_a_hook_of_a_save_may_write_rows(tmp_path: Path) -> None:
         module = speedtorch.Embedding.from_pretrained(each, freeze=False)
         optimizer = optim.Adam(module.parameters(), lr=0.1)
         speedtorch.attach(optimizer, module)
+        gradients: list[Tensor] = []
 
-        def write(module: speedtorch.Embedding, *_: Any) -> None:
-            module.table["weight"].mul_(0.5)
+        def write(module: speedtorch.Embedding, *_: Any, found: list[Tensor] = gradients) -> None:
             with torch.no_grad():
-                module.weight.add_(1)
+                module.weight.add_(found[0])
+            if len(found) > 2:
+                module.table["weight"].mul_(0.5)
 
         module.register_state_dict_pre_hook(write)
-        for ids in batches(4):
+        for ids in [*batches(3), *batches(3)]:
             module(ids).square().sum().backward()
+            gradients.append(cast(Tensor, module.weight.grad))
             optimizer.step()
             optimizer.zero_grad()
             speedtorch.save(tmp_path / f"runs {each is table}", model=module, optimizer=optimizer)
