@@ -107,7 +107,7 @@ def ours(parameters: Parameters, budget: int) -> Way:
 
     def facts() -> dict[str, Any]:
         told = swapper.report()
-        return {"pieces": told.pieces, "GB/s in": told.gbps_in, "GB/s out": told.gbps_out}
+        return {"pieces": told.num_buckets, "GB/s in": told.gbps_in, "GB/s out": told.gbps_out}
 
     return Way(lambda: optimizer.step(), facts=facts)
 

@@ -94,7 +94,7 @@ def _stepped(way: str, name: str, budget: int | None) -> list[Tensor]:
         optimizer.step()
     if budget is not None:
         report = swapper.report()
-        assert report.pieces > 1 and report.device_bytes == 0 < report.bytes_in
+        assert report.num_buckets > 1 and report.device_bytes == 0 < report.bytes_in
     return _all_of(model, optimizer)
 
 

@@ -1,6 +1,6 @@
 // The current stream, and the record of bad ids. Every op on a GPU runs on the current stream and
-// first throws an error that the record has. Checking ids on the GPU needs no synchronization: an
-// op with a bad id moves nothing and writes to the record.
+// first throws the error in the record, if any. Checking ids on the GPU needs no synchronization:
+// an op with a bad id moves nothing and writes to the record.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -41,8 +41,8 @@ class CurrentStream {
   int multiprocessors() const;
   // Throws while this stream captures a CUDA graph. `why` names the unsupported step or the remedy.
   void check_not_capturing(const char* op, const std::string& why) const;
-  // Throws likewise for a copy through the host, which `what` (an argument `name`) needs in
-  // pageable memory.
+  // Throws in the same case that `what` is in pageable memory, whose copy the CPU makes. `name` is
+  // the argument in the remedy.
   void check_pageable_not_captured(const char* op, const std::string& what, const char* name) const;
 
  private:

@@ -2,8 +2,9 @@
 // Torch's pluggable allocator places tensors there: a thread that opened a range gets its segments
 // from this range. Called by speedtorch/memory/address_range.py.
 //
-// A range without segments has no physical memory. The addresses are freed after the owner left and
-// torch freed every segment. The addresses of a freed segment are never reused.
+// A range without segments has no physical memory. The addresses are freed once the owner has
+// called leave_range() and torch has freed every segment. Addresses of a freed segment are never
+// reused.
 
 #include <pthread.h>
 

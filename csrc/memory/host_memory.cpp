@@ -66,7 +66,7 @@ class StreamUses {
       return succeeded(cuda_calls().event_query(use.event));
     });
   }
-  // Waits for every use and forgets it. Ignores errors, because the memory is freed in any case.
+  // Waits for all uses and forgets them. Ignores errors, because the memory is freed in any case.
   void wait() noexcept {
     for (const Use& use : uses_) {
       succeeded(cuda_calls().event_synchronize(use.event));

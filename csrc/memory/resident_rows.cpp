@@ -157,8 +157,8 @@ void ResidentRows::erase(int64_t row) {
   --resident_;
 }
 
-// The next slot without a row, or else with a row that was not used for long. Not one of this call
-// or of a lease.
+// The next slot without a row, or else with a row that was not used for a long time. Slots of this
+// call or of a lease are skipped.
 int64_t ResidentRows::next_victim() {
   // After kMaxChances rounds no row has a chance left.
   for (int64_t looks = (kMaxChances + 2) * slot_count(); looks > 0; --looks) {

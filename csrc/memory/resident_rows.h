@@ -6,8 +6,8 @@
 // slots. Between calls only threads of read_ahead() exist, which access no slot.
 //
 // Between find() and release() the caller reads and writes records in the slots that were found.
-// Other calls may come meanwhile, such as from garbage collection or another thread. They leave
-// these slots with their rows, and these rows remain marked as changed.
+// Other calls meanwhile, such as from garbage collection or another thread, do not empty these
+// slots, and their rows remain marked as changed.
 #pragma once
 
 #include <atomic>

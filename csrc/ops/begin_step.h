@@ -1,4 +1,4 @@
-// Functions of op files that the ops of a step's begin share.
+// Functions shared by the ops that begin a step.
 #pragma once
 
 #include <optional>
@@ -7,9 +7,9 @@
 
 namespace speedtorch {
 
-// Does exchange_rows for one table. `evict` has the ids of the first rows of `leaving`, `load` the
-// ids of the first rows of `arriving`. If `evicts` is false, `leaving` is only the source of rows
-// in both lists, and no row is written to the host.
+// Implements exchange_rows for one table. `evict` has the ids of the first rows of `leaving`,
+// `load` the ids of the first rows of `arriving`. If `evicts` is false, `leaving` is only the
+// source of rows in both lists, and no row is written to the host.
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
               const Tensors& arriving, const Tensor& load, bool evicts);
 // Copies between CPU tensors of one shape and dtype; `to` is contiguous.

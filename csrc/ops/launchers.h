@@ -97,7 +97,7 @@ constexpr int64_t kFromHost = -1, kNotMoved = -2;
 // Scratch memory that the caller allocates.
 struct SwapScratch {
   CheckedLists* checked;
-  int64_t* load_from;  // [load]: place in `leaving` of a row in both lists, or one of the above
+  int64_t* load_from;  // [load]: place in `leaving` of a row in both lists; kFromHost; kNotMoved
   uint8_t* is_kept;    // [evict]: the row is in both lists and is not written to the host
 };
 

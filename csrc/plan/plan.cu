@@ -149,8 +149,8 @@ __global__ void write_plan_kernel(const void* ids, bool wide, PlanTable table,
   write_status(ids, wide, table, *found, distinct, out);
 }
 
-// One block does all of the above, for batches so small that a dozen launches take longer. A thread
-// owns kFewPerThread neighbors, before and after the sort.
+// One block does the work of all kernels above, for batches so small that a dozen launches take
+// longer. A thread owns kFewPerThread neighbors, before and after the sort.
 __global__ void __launch_bounds__(kFewThreads)
     plan_few_kernel(const void* ids, bool wide, PlanTable table, int last_bit, PlanView out) {
   using Sort = cub::BlockRadixSort<uint64_t, kFewThreads, kFewPerThread, int32_t>;

@@ -41,7 +41,7 @@ PlanView view_plan(const char* op, const char* list, const Tensors& plan, int64_
 // Throws unless the offsets of a plan on the CPU partition all entries, with at least one for each
 // distinct id.
 void check_offsets(const char* op, const char* list, const PlanView& view);
-// Does the same, and throws for a plan of other ids.
+// Also throws for a plan of other ids.
 void check_plan_of(const char* op, const char* list, const PlanView& view, const Ids& ids);
 
 // For paths on the CPU with ids and plan on a GPU: copies both to the CPU and checks them, which

@@ -26,7 +26,7 @@ _Tensors = Mapping[Any, Tensor | SelectedRows]
 
 
 class _Save:
-    """A pending save, written by exactly one thread: the one of begin(), or a waiting one."""
+    """A pending save, which one thread writes: the thread of begin(), or one that waits."""
 
     def __init__(self, done: Future[Any], place: str, run: Callable[[], None]) -> None:
         self.done, self.place, self._run = done, place, run
@@ -43,7 +43,7 @@ class _Save:
             self._run()
 
     def wait(self) -> None:
-        """Waits for the end, except in a signal handler of the writing thread, which would hang."""
+        """Waits for the save; returns at once in a signal handler of the thread that writes it."""
         self.write()
         if self._taken["by"][0] != threading.get_ident():
             wait([self.done])
@@ -74,6 +74,7 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
     """Copies all tensors to pageable host memory."""
 
     def copied(given: Tensor | SelectedRows) -> Tensor:
+        """Copies a tensor; gathers selected rows."""
         if isinstance(given, SelectedRows):
             return given.gather(given.ids)
         return torch.empty(given.shape, dtype=given.dtype, device="cpu").copy_(given)
@@ -84,14 +85,15 @@ def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
 def begin(folder: str, work: Callable[[], _Result], undo: ExitStack) -> Future[_Result]:
     """Runs the rest of a save in a thread, which ends before the interpreter exits.
 
-    An error raises a warning at once, and the future's result() raises it. If no thread can be
-    started, `undo` is closed and this call raises.
+    If the save fails, the thread warns at once and the future's result() raises the error. If no
+    thread can be started, `undo` is closed and this call raises.
     """
     done: Future[_Result] = Future()
     # A multiprocessing process waits here at its end, before it runs its other finalizers.
     ending = Finalize(None, wait, ([done],), exitpriority=100)
 
     def run() -> None:
+        """Runs `work` and passes its result or error to the future."""
         try:
             result = work()
         except BaseException as error:

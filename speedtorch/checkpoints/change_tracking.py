@@ -1,4 +1,4 @@
-"""Change tracking: which checkpoints have a table's rows, and which rows have changed since."""
+"""Change tracking: records which checkpoints have a table's rows, and finds rows changed since."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
 
     table: HostTable
     field: str
-    before: int  # rows of the field before `rows`
+    before: int  # number of the field's rows before `rows`
     rows: Tensor  # in the table's memory
     blocks: _Ranges  # the tensor's rows on this rank, and their places in `rows`
 
@@ -62,7 +62,7 @@ SavedVersions = list[tuple[str, _Place, int]]
 class Changed(Generic[_Written]):
     """The changed rows of a tensor, and their ids."""
 
-    group: Hashable  # the same for tensors of the same ids
+    group: Hashable  # equal for tensors with the same ids
     rows: _Written
     ids: _Written
 
@@ -78,9 +78,9 @@ class ChangedTensor(NamedTuple):
 def changed_rows(
     base: SavedGeneration, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Changed[Tensor | SelectedRows]]]:
-    """Yields the rows changed since a checkpoint, by key, of all tensors with known changes.
+    """Yields, by key, the rows that have changed since a checkpoint.
 
-    Begins change tracking of tables that can track changes and do not yet.
+    Skips tensors whose changes are unknown. Begins to track changes of their tables if possible.
     """
     changed: dict[tuple[HostTable, int], Tensor] = {}
     groups: dict[Hashable, str] = {}
@@ -106,7 +106,7 @@ def changed_rows(
 
 
 def begin_versions(tensors: Mapping[str, Tensor]) -> SavedVersions:
-    """Begins a new version of the tables that track changes, for all of these tensors."""
+    """Begins a new version of each table that tracks changes; returns the versions of tensors."""
     found = [(key, place_of(tensor)) for key, tensor in tensors.items()]
     tracked = [(key, place) for key, place in found if place and place.table.changes]
     begun = {table: table.track_changes() for table in {place.table for _, place in tracked}}
@@ -114,7 +114,7 @@ def begin_versions(tensors: Mapping[str, Tensor]) -> SavedVersions:
 
 
 def remember(digest: str, versions: SavedVersions) -> None:
-    """Records that a checkpoint has these rows in these versions."""
+    """Records that the checkpoint with this digest has the rows of these versions."""
     for key, place, version in versions:
         of_table, what = _known.setdefault(place.table, {}), (digest, key, place.field, place.first)
         of_table.pop(what, None)
@@ -161,7 +161,7 @@ def unchanged(versions: SavedVersions) -> SavedVersions:
 
 
 def are_same(tensor: Tensor, stored: Tensor) -> bool:
-    """Whether this rank's rows have the same bytes; False unless the table tracks changes."""
+    """Whether this rank's rows of both have equal bytes; False if no changes are tracked."""
     place = place_of(tensor)
     if place is None or place.table.changes is None:
         return False

@@ -43,9 +43,10 @@ class Change(NamedTuple):
 def change_since(
     ranks: Collectives, folder: str, base: int | None, tensors: SavedTensors
 ) -> Change:
-    """Finds the changes since `base` that all ranks know; all tensors if its chain is too long."""
+    """Finds the changes since `base`; all tensors without a base, or if its chain is too long."""
 
     def full_change() -> Change:
+        """All rows of all tensors."""
         shared = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items()}
         return Change(None, {**tensors.by_key}, shared, {})
 

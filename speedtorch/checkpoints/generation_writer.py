@@ -97,6 +97,7 @@ class GenerationWriter:
         total = sum(rows.nbytes for job in now for rows in job.values())
 
         def begin() -> None:
+            """Begins new versions before rows are read, so that the next save has later changes."""
             self._versions = begin_versions(tensors.all_by_key)
             with progress_bar(total, progress, unit="B") as bar:
                 self._write(now, 0, bar.update)
@@ -105,11 +106,12 @@ class GenerationWriter:
         run_on_all(self._ranks, begin)
 
     def continue_in_background(self, timeout: float) -> None:
-        """Replaces the collectives of the next stages by a Rendezvous, while training continues."""
+        """Replaces collectives by a Rendezvous for the next stages, which run beside training."""
         ranks = self._ranks
         rendezvous = Rendezvous(self._generation.rendezvous_folder, ranks.rank, ranks.size, timeout)
 
         def make() -> None:
+            """Makes the rendezvous folder, and removes it when the save ends."""
             self._stack.callback(rendezvous.remove)
             rendezvous.make()
 
@@ -127,6 +129,7 @@ class GenerationWriter:
         ranks = self._ranks
 
         def write() -> None:
+            """Writes the copies and frees their memory, also after an error."""
             try:
                 self._write(self._copies, len(self.jobs) - len(self._copies), lambda _: None)
             finally:

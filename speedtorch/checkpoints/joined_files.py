@@ -32,7 +32,7 @@ class JoinedRows:
     shape: tuple[int, ...]
     dtype: torch.dtype
     own: Mapping[int, Tensor | SelectedRows]
-    """This rank's runs of rows, by the place of the first row."""
+    """This rank's runs of consecutive rows, by the index of their first row."""
 
     @classmethod
     def of(cls, rows: RowShard) -> JoinedRows:
@@ -51,6 +51,7 @@ def _writer_of_runs(descriptor: int, runs: Mapping[int, int]) -> Callable[[memor
     rest, left = iter(runs.items()), 0
 
     def write(data: memoryview) -> None:
+        """Writes bytes after those of the previous call."""
         nonlocal left
         while len(data):
             if not left:

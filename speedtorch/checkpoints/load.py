@@ -66,7 +66,7 @@ def load(
             this one or builds on it (`save(base=)`), only later changes are read and written to the
             tables, and other threads may look up rows meanwhile. Otherwise everything is loaded.
         verify: Compare all bytes that are read with their digests.
-        progress: As of save().
+        progress: See save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
             Attach the optimizers of tables before. None leaves out a part: it is neither read nor
             returned.
@@ -75,11 +75,12 @@ def load(
         All other parts by name; tensors are on the CPU.
 
     Raises:
-        FileNotFoundError: There is no checkpoint, or not this one.
+        FileNotFoundError: There is no checkpoint, or none with the number `generation`.
         KeyError: A part was not saved.
         TypeError: A part has no load_state_dict().
-        ValueError: A file of the requested checkpoint, or of every one, is damaged, cut, missing or
-            of an unsupported format, or a part does not fit an optimizer. Nothing has been loaded.
+        ValueError: A file of the requested checkpoint, or of every checkpoint, is damaged, cut,
+            missing or of an unsupported format, or a part does not fit an optimizer. Nothing has
+            been loaded.
         RuntimeError: A part does not fit a module, or another rank has raised an error; nothing has
             been loaded.
 
@@ -204,6 +205,7 @@ def _prepared(
     order = sorted(range(len(pairs)), key=known.__getitem__)
 
     def fill() -> dict[str, Any]:
+        """Loads the checked states into their objects, and returns the other values."""
         written = [] if later is None else write_changes(patches, opened.chain[len(later)].digest)
         for part, state in [pairs[at][1:] for at in order]:
             part.load_state_dict(state)

@@ -82,7 +82,7 @@ def _differences(
 ) -> Iterator[str]:
     """The differences between a module and a state, in torch's words."""
     for key in {**own, **state}:
-        # float32 tables have no rounding_state, and norms of old files no num_batches_tracked.
+        # float32 tables have no rounding_state; norm layers of old files, no num_batches_tracked.
         if key not in own:
             if not str(key).endswith("rounding_state"):
                 yield f"unexpected key {key!r}"

@@ -29,9 +29,9 @@ class LoadRanks(Collectives):
         self._store = prefix_store(f"speedtorch load {ranks.name}")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gathers values of lists, numbers, strings and None.
+        """All-gathers a value that consists of lists, numbers, strings and None.
 
-        Raises RuntimeError if a rank's value is not there in time, or the store fails.
+        Raises RuntimeError if a rank's value is missing after the timeout, or the store fails.
         """
         number = _counts[self._ranks] = _counts.get(self._ranks, 0) + 1
         self._store.set(f"{number}/{self.rank}", json.dumps(value))

@@ -88,7 +88,7 @@ class Rendezvous:
             self._in_use = False
 
     def check_locks(self, ranks: Collectives) -> bool:
-        """Whether all ranks see all locks; otherwise timeouts replace them. Call it after entry."""
+        """Whether all ranks, which have entered, see all locks; if not, timeouts replace locks."""
         sees_all = False
         with suppress(OSError):  # no locks on this file system
             sees_all = not any(map(self._is_free, self._other_ranks()))
@@ -96,7 +96,7 @@ class Rendezvous:
         return self._sees_locks
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gathers values of lists, numbers, strings and None.
+        """All-gathers a value that consists of lists, numbers, strings and None.
 
         Raises RuntimeError if another rank has ended or left.
         """
@@ -122,7 +122,7 @@ class Rendezvous:
         )
 
     def _other_ranks(self) -> list[int]:
-        """Without this rank: opening and closing its own file again would release its lock."""
+        """All ranks but this one: a second open and close of its file would release its lock."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _line(self, rank: int) -> bytes:

@@ -94,7 +94,7 @@ def save(
         TypeError: There is nothing to save, a part's name resembles an option, or a file without
             code cannot hold a value, which the error names.
         ValueError: `keep` is less than 1, safetensors files do not support a kind of tensor, the
-            base is damaged, or ranks save different tables or with different options.
+            base is damaged, or ranks pass different tables or options.
         FileNotFoundError: The base is missing.
         OSError: The disk has too little space or an error; all previous checkpoints remain.
         RuntimeError: Another rank has ended, or has raised an error, which the text includes.
@@ -129,13 +129,13 @@ def async_save(
     written. Meanwhile ranks coordinate by files in the folder, without collectives.
 
     Args:
-        path: As of save().
-        keep: As of save().
-        base: As of save().
+        path: See save().
+        keep: See save().
+        base: See save().
         max_memory: The maximum number of bytes for this process's copies, as a number or "64GiB".
             The default is half of the available host memory, in equal parts for the ranks of a
             machine. Files whose tensors do not fit are written before the call returns.
-        **parts: As of save().
+        **parts: See save().
 
     Returns:
         A concurrent.futures.Future. Its result() returns the same as save(), or raises the error of
@@ -206,7 +206,7 @@ def _begin(
 ) -> tuple[Callable[[], Saved], ExitStack]:
     """Begins a save; returns a function that finishes it, and a stack that undoes it until then.
 
-    A save `in_background` has then written or copied all parts.
+    With `in_background`, all parts have been written or copied when this returns.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep: expected an int of 1 or more, got {keep!r}")
@@ -236,6 +236,7 @@ def _begin(
     waited = time.perf_counter() - begin if in_background else None
 
     def finish() -> Saved:
+        """Publishes the checkpoint; after an error, the stack removes it."""
         with rest:
             number, nbytes = writing.finish()
         seconds = time.perf_counter() - begin

@@ -104,7 +104,7 @@ class SavedGeneration:
                 if not all(type(number) is int and number >= 0 for number in numbers):
                     raise ValueError("its byte counts and digests must be integers from 0 on")
                 is_name = os.path.basename(name) == name and name.endswith(".safetensors")
-                if not is_name or len(os.fsencode(name)) > 255:  # more than file systems take
+                if not is_name or len(os.fsencode(name)) > 255:  # more than file systems accept
                     raise ValueError(f"it has the invalid file name {name[:300]!r}")
         for entry in self.manifest["files"]:
             name, nbytes = entry["name"], entry["bytes"]
@@ -217,10 +217,11 @@ class SavedGeneration:
         links = [link for link in links if not link._is_verified]
         files = [(link, entry) for link in links for entry in link.manifest["files"]]
         total = sum(entry["bytes"] for _, entry in files)
-        lock = Lock()  # threads report bytes
+        lock = Lock()
         with progress_bar(total, progress, unit="B") as bar:
 
             def update_bar(count: int) -> None:
+                """Updates the bar, under a lock because several threads call this."""
                 with lock:
                     bar.update(count)
 
@@ -255,6 +256,7 @@ class SavedGeneration:
         """
 
         def tensor_of(key: str) -> Tensor:
+            """Returns the tensor of a key, cloned if it must not be mapped from the file."""
             if key in instead:
                 return instead[key]
             before_read(self._links_of(key))
@@ -317,4 +319,4 @@ def base_of(folder: str, number: int) -> int | None:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ELOOP):
             return None
-        raise  # after a None new_generation() could remove a base that is still needed
+        raise  # if this returned None, new_generation() could remove a base that is still needed

@@ -24,7 +24,7 @@ _LONG_BITS = 2048  # longer ints are hex, as Python may limit decimal text to 64
 
 
 def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: int = 0) -> Any:
-    """Converts a value to JSON types; errors call it `name`, and save() documents its types.
+    """Converts a value of the types in save() to JSON types; `name` names the value in errors.
 
     `keep(name, tensor)` stores a tensor and returns its key. Raises TypeError for an unsupported
     type, and ValueError if a value is nested too deeply or within itself.
@@ -33,6 +33,7 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
         raise ValueError(f"{name}: is nested more than {_DEEPEST} levels deep, or within itself")
 
     def inner(place: str, item: Any) -> Any:
+        """Converts an item of the value; errors name its `place`."""
         return described(name + place, item, keep, depth + 1)
 
     kind = type(value)
@@ -93,6 +94,7 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
     word, *rest = value
 
     def inner(item: Any) -> Any:
+        """Converts an item of the value back."""
         return restored(item, found, depth + 1)
 
     if word in _SEQUENCES:

@@ -24,14 +24,14 @@ def is_dtensor(value: object) -> bool:
 
 
 def has_dtensors(part: Any) -> bool:
-    """Whether some tensors of a module, or parameters of an optimizer, are DTensors."""
+    """Whether any tensor of a module, or parameter of an optimizer, is a DTensor."""
     if isinstance(part, nn.Module):
         return any(map(is_dtensor, [*part.parameters(), *part.buffers()]))
     return isinstance(part, Optimizer) and any(map(is_dtensor, _parameters(part)))
 
 
 def rows_of_dtensor(name: str, tensor: Any) -> RowShard:
-    """The rows of all ranks, of which this rank saves its shard unless it is a second replica.
+    """The rows of all ranks; this rank saves its shard if it is the first replica of the shard.
 
     Raises TypeError unless the rows are sharded by Shard(0) on a mesh of all ranks.
     """
@@ -91,7 +91,7 @@ def _shard(name: str, tensor: Any) -> tuple[range, bool]:
     kinds = [(type(kind).__name__, getattr(kind, "dim", None)) for kind in sharding.values()]
     if kinds == [("Shard", 0)] and mesh.size() == dist.get_world_size():
         (at,) = sharding
-        count = -(-len(tensor) // mesh.size(at))  # as torch.chunk
+        count = -(-len(tensor) // mesh.size(at))  # like torch.chunk
         begin = min(mesh.get_local_rank(at) * count, len(tensor))
         rows = range(begin, min(begin + count, len(tensor)))
         replicas = [mesh.get_local_rank(dim) for dim in range(mesh.ndim) if dim != at]

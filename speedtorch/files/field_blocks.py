@@ -87,7 +87,7 @@ class SelectedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The field's."""
+        """The dtype of the field."""
         return self.field.dtype
 
     @property
@@ -100,7 +100,7 @@ class SelectedRows:
         return self.field.index_select(0, ids.to(self.field.device)).cpu()
 
     def part(self, begin: int, count: int) -> tuple[Tensor, int]:
-        """Returns the rows that have bytes `begin` to `begin + count`, and the offset in them."""
+        """Returns the rows with bytes `begin` to `begin + count`, and the offset of `begin`."""
         row_bytes = self.nbytes // len(self.ids)
         first, end = begin // row_bytes, -(-(begin + count) // row_bytes)
         return byte_rows(self.gather(self.ids[first:end])), begin - first * row_bytes
@@ -136,7 +136,7 @@ def write_blocks(
 
     The digests of all chunks are appended to `digests`. `on_bytes` is called after each write with
     the number of bytes written. If `write` raises, an unknown part of the bytes has been written,
-    and `digests` may have digests of bytes that were not. The caller must discard both.
+    and `digests` may include bytes that were not written. The caller must discard both.
     """
     nbytes = len(header) + sum(field.nbytes for field in fields)
     if not nbytes:

@@ -20,7 +20,7 @@ NewContent = tuple[str, bytes, list[Tensor]]
 """The path of a file, its header, and the fields whose bytes follow the header in this order."""
 
 
-@dataclass(slots=True)  # A frozen one takes three times as long to make.
+@dataclass(slots=True)  # frozen=True takes three times as long to create.
 class StoredArray:
     """An array within a file: its shape (rows first), its dtype, and the offset of its bytes."""
 
@@ -41,13 +41,13 @@ class FileFormat(Protocol):
         """Returns the files to write for these fields."""
 
     def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, list[str]]:
-        """Returns the files of these fields (None: of all fields), by the prefix of field names.
+        """Returns the possible paths of each file, by the prefix of its fields' names.
 
-        A file is at the first of its paths that exists.
+        The first path that exists is the file. `names` limits the fields (None: all fields).
         """
 
     def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
-        """Returns a file's arrays by the rest of their names; ValueError if `size` does not fit."""
+        """Returns a file's arrays by name without the prefix; ValueError if `size` does not fit."""
 
 
 def listed(names: Collection[str]) -> str:

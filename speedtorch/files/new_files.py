@@ -287,7 +287,7 @@ def new_token() -> str:
 
 @contextmanager
 def _swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
-    """Opens a folder for new entries and removes leftovers of killed processes, by `hidden` names.
+    """Opens a folder for new entries, and removes leftovers, whose names match `hidden`.
 
     A process that writes to the folder holds a shared lock until the end of this block. Nothing is
     removed while another process holds the lock.

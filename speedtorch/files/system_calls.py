@@ -106,7 +106,7 @@ def path_in_errors(path: str, more: str = "") -> Iterator[None]:
 
 @contextmanager
 def where_supported(*errnos: int) -> Iterator[None]:
-    """Ignores errors of unsupported calls (NFS, CIFS, some FUSE); `errnos` are further ones."""
+    """Ignores errors of calls that a file system (NFS, FUSE) does not support, and `errnos`."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def reserve(descriptor: int, count: int, path: str) -> None:
     status = os.statvfs(os.path.dirname(path))
     free = status.f_bavail * status.f_frsize
     with path_in_errors(path, f"{count:,} bytes are needed and {free:,} are free"):
-        # Checked first: an allocation that fails would use up the disk for others meanwhile.
+        # Checked first: until an allocation fails, other programs would find the disk full.
         if status.f_blocks and count > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         calls.reserve(descriptor, 0, count)

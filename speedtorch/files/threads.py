@@ -1,9 +1,9 @@
 """Optional threads that copy and hash for files.
 
-Unlike the threads of concurrent.futures, they accept work during interpreter shutdown, when a
-thread may still be saving. They end after Ctrl-C. If no thread starts, or one ends before it gets
-work, the calling thread does the work. CPython's Thread.start() is unsuitable: it waits forever for
-a thread that has too little memory to start.
+Unlike the threads of concurrent.futures, these threads accept work during interpreter shutdown,
+when a thread may still be saving. threads() also ends them after Ctrl-C. If no thread starts, or a
+thread ends before it gets work, the calling thread does the work. CPython's Thread.start() is
+unsuitable: the call waits forever for a thread that has too little memory to start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Threads:
         return done
 
     def result(self, done: Future[_Result]) -> _Result:
-        """Waits for queued work; does queued work in this thread until a thread has started it."""
+        """Waits for `done`; runs queued work in this thread until some thread has begun `done`."""
         while not (done.running() or done.done()):
             try:
                 work = self._work.get_nowait()

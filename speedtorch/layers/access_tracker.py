@@ -44,7 +44,7 @@ class TrackedOwner(Protocol):
         """Whether an operation may load the tensors to the device."""
 
     def operation(self) -> AbstractContextManager[Callable[[Any], Any]]:
-        """Keeps the tensors on the device within; yields a map for the operation's result."""
+        """Keeps the tensors on the device; yields a function to apply to the result."""
 
     def note_access(self, *, is_counted: bool) -> None:
         """Called before an operation on the current stream.
@@ -223,8 +223,8 @@ def _loads(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: list[Te
     """Whether an operation under `auto()` loads the modules of its tracked tensors.
 
     Inspection loads no module. A computation with another tensor on a module's device loads the
-    modules. Other in-place writes, and other operations without a gradient on several modules, do
-    not.
+    modules. Any other computation loads the modules unless it writes to a tracked tensor, or uses
+    several modules without a gradient.
     """
     if not _computes(func):
         return False
@@ -274,7 +274,7 @@ def is_plain_tensor(tensor: object) -> bool:
 
 
 def untracked(function: _Method) -> _Method:
-    """Runs a function without tracking its accesses to tensors as uses by the program.
+    """Decorates a function whose accesses to tensors are no uses by the program.
 
     Tensors created within are ordinary tensors without a graph, also in inference mode.
     """

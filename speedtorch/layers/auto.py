@@ -47,7 +47,7 @@ HORIZON = 256  # the most calls predicted ahead
 
 
 class AccessPredictor(Generic[Call, Key]):
-    """Predicts that two successive calls are followed by the call that last followed them.
+    """Predicts the next call from the last two: the call that followed them the last time.
 
     A predicted call costs a few operations. Any other call rebuilds up to `HORIZON` predictions.
     `keys` returns the objects that a call uses.
@@ -105,8 +105,8 @@ class _ModuleCall(NamedTuple):
 class _RunningForward(NamedTuple):
     """A forward of a module in progress.
 
-    `depth`: the number of the module's calls on the thread's stack, including this call. 0 if
-    Python shows no call, such as for a compiled module.
+    `depth`: the number of the module's calls on the thread's stack, including this call; 0 if the
+    stack shows none, such as for a compiled module.
     """
 
     use: Use

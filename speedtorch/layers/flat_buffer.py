@@ -75,7 +75,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Address of the first element, also if there is none, for which data_ptr() returns 0."""
+    """Address of the first element; without elements, where it would be (data_ptr() is 0)."""
     start: int = tensor.untyped_storage().data_ptr()
     return start + int(tensor.storage_offset()) * tensor.itemsize
 
@@ -238,7 +238,7 @@ class FlatBuffer:
         return 0 if self.device_bytes else self.nbytes
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:
-        """For each tensor, the memory in which it is the view of its name; None: in neither."""
+        """Finds, for each tensor, the memory whose view of that name it is; None: neither."""
         memory, values = self.memory_at(tensors), tensors.values()
         # Comparing one property of all tensors at a time is faster than tensor by tensor, and lists
         # of thousands of tuples would trigger garbage collections.
@@ -267,7 +267,7 @@ class FlatBuffer:
         return where
 
     def memory_at(self, tensors: Mapping[str, Tensor]) -> Memory | None:
-        """The memory in which all places have the addresses of these tensors; None: unknown.
+        """The memory in which all tensors have the addresses of their places; None: unknown.
 
         Only addresses are compared, not dtypes, shapes or strides.
         """

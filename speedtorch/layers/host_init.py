@@ -38,7 +38,7 @@ class _OnHost(TorchFunctionMode):
         if func is Tensor.to:
             args = (args[0], *(_on_host(value) for value in args[1:]))
         made = func(*args, **kwargs)
-        # Such as after set_default_device() within, or from type("torch.cuda.FloatTensor").
+        # The GPU may be a default device set within, or named by type("torch.cuda.FloatTensor").
         if _is_away(made) and not any(map(_is_away, tree_leaves((args, kwargs)))):
             return made.cpu()
         return made

@@ -54,7 +54,7 @@ class ModuleSteps:
         self.optimizer, self._offloaded, self._residency = optimizer, offloaded, residency
         self._are_in_backward = False
         self._outside_gradients: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        """Gradients outside modules, which a backward leaves to optimizer.step(), with versions."""
+        """Gradients of parameters outside modules after a backward, with their versions."""
         self._backward_step: PartialStep | None = None
         """The step of modules in the current backward, once one has been stepped."""
         self._changes: Sequence[ChangedSetting] = ()
@@ -75,7 +75,7 @@ class ModuleSteps:
         self._changes = ()
 
     def begin_backward(self) -> None:
-        """Begins the step of a backward, which changes gradients."""
+        """Discards the records of the last backward, because a new one changes gradients."""
         self._outside_gradients.clear()
         self._backward_step = None
 

@@ -257,7 +257,7 @@ class Residency:
         for use in uses:
             use.trained.add(module)
         self.modules.count_extra_bytes(module)
-        self._make_room(module, 0, waits=True)
+        self._free_budget(module, 0, waits=True)
 
     def end_use(self, use: Use) -> None:
         """Ends a use, so that its modules may be evicted."""
@@ -268,7 +268,7 @@ class Residency:
                 self.modules.by_last_use[module] = None
                 self.modules.by_last_use.move_to_end(module)
                 module.end_use()
-        self._make_room(None, 0, waits=False)
+        self._free_budget(None, 0, waits=False)
         self.advance()
 
     def plan(self, requested: dict[OffloadedModule, bool]) -> None:
@@ -364,7 +364,7 @@ class Residency:
         `spare` bytes of the budget remain free.
         """
         self.modules.by_last_use.setdefault(module)
-        while self._make_room(
+        while self._free_budget(
             module, module.groups.missing_bytes(state=state) + spare, waits=waits
         ):
             try:
@@ -380,7 +380,7 @@ class Residency:
                 return True
         return False
 
-    def _make_room(self, module: OffloadedModule | None, missing: int, *, waits: bool) -> bool:
+    def _free_budget(self, module: OffloadedModule | None, missing: int, *, waits: bool) -> bool:
         """Evicts other modules until `missing` bytes fit; returns whether they fit."""
         if self._budget is None:
             return True
@@ -481,7 +481,7 @@ class Residency:
     def evict(self, victim: Evictable, *, search: bool = False) -> int:
         """Evicts a module or only its state, and returns the freed bytes.
 
-        search: whether to search for views of the module. False: only if there may be some.
+        search: search for views of the module in any case; otherwise only if some are likely.
         """
         begin, module = time.perf_counter(), victim.module
         was_written_back = module.groups.is_written_back(only_state=victim.only_state)
@@ -501,7 +501,7 @@ class Residency:
                 self._prefetched.discard(module)
                 freed += self.modules.note_eviction(module)
         except BaseException:
-            module.changes.touch()  # it may be on the device, and no longer tracked
+            module.changes.touch()  # a module on the device may no longer be tracked
             raise
         if not was_written_back or self._traffic.copied[Memory.HOST] > before:
             self.seconds_waited += time.perf_counter() - begin

@@ -2,8 +2,8 @@
 
 StateSwapper and Swapper step parameters in several parts. An optimizer that computes one number
 from all parameters (D-Adaptation, Prodigy, a norm of all gradients), or counts calls in place,
-would then train with other results and without an error. Trials with copies of the optimizer find
-this, and the size of its state.
+would then train with other results and without an error. Trials with copies of the optimizer detect
+such an optimizer, and measure the size of its state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "swapped_optimizers",
 ]
 
-# The most small parameters in total, and with equal numbers of dimensions in one group.
+# The most small parameters in total, and in one group with equally many dimensions.
 _MOST, _MOST_ALIKE = 24, 2
 _SIZE = 6
 """The most elements in a dimension of a small parameter."""
@@ -235,7 +235,7 @@ def _no_loss() -> Tensor:
 
 
 def _next_random() -> tuple[float, ...]:
-    """The next numbers of the global generators; equal if equally many were drawn before."""
+    """Draws from the global generators; the results show whether equally many were drawn before."""
     return float(torch.rand((), device="cpu")), random.random(), np.random.random()  # noqa: NPY002
 
 
@@ -309,7 +309,7 @@ def _compare_steps(
     for number, scale in enumerate(_GRADIENT_SCALES):
         for index, (param, param_apart) in enumerate(zip(params, params_apart, strict=True)):
             param.grad = param_apart.grad = None
-            if number != 2 or index or len(params_apart) == 1:  # none: an expert without tokens
+            if number != 2 or index or len(params_apart) == 1:  # else like an expert without tokens
                 gradient = _drawn(param, generator, device) * scale
                 if sparse and gradient.dim():
                     rows = torch.arange(len(gradient), device=gradient.device)
@@ -386,7 +386,7 @@ class FirstState:
     def nbytes(self, parameter: Tensor) -> int:
         """Bytes of state on the parameter's device; 0 if the copy needs real elements to step.
 
-        State for which this returns 0 counts after its creation.
+        In that case the state counts only once it exists.
         """
         groups = self._optimizer.param_groups
         if len(self._groups) != sum(len(group["params"]) for group in groups):

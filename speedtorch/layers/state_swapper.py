@@ -207,7 +207,7 @@ class StateSwapper:
         >>> for _ in range(2):
         ...     model(torch.ones(2, 64)).sum().backward()
         ...     optimizer.step()
-        >>> swapper.report().pieces
+        >>> swapper.report().num_buckets
         6
     """
 
@@ -257,7 +257,7 @@ class StateSwapper:
                 or of a class that does not expose its inner tensors.
             MemoryError: the host has too little memory.
         """
-        if not self._undo:  # it is closed
+        if not self._undo:  # closed
             return 0
         freed = 0
         for optimizer in self._optimizers:
@@ -293,7 +293,7 @@ class StateSwapper:
         """Reports where state is and what has been copied so far; waits for queued copies."""
         groups = [bucket.state for buckets in self._buckets.values() for bucket in buckets]
         return StateReport(
-            pieces=len(groups),
+            num_buckets=len(groups),
             host_bytes=sum(group.buffer.nbytes for group in groups),
             device_bytes=sum(group.buffer.device_bytes for group in groups),
             budget_bytes=self.budget,
@@ -311,7 +311,7 @@ class StateSwapper:
                 step.step(bucket.parameters)
                 members = bucket.members(shared)
                 bucket.write_back(None if bucket in resident else members)
-                # Searched before the host waits in evict(): afterwards the link is idle.
+                # This search precedes the wait in evict(), because the link would idle during it.
                 following = [(ahead, ahead.members(shared)) for ahead in buckets[number + 2 :][:1]]
                 for former, moved in stepped:
                     former.evict(moved)
@@ -329,7 +329,7 @@ class StateSwapper:
     def _begin_step(
         self, optimizer: Optimizer
     ) -> tuple[list[_Bucket], Collection[_Bucket], Mapping[int, int]]:
-        """Returns the buckets to step, those that remain on the device, and _arranged().
+        """Returns the buckets to step, those that remain on the device, and counts of _arranged().
 
         Resident buckets of earlier steps that no longer fit are evicted.
         """

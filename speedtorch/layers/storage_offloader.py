@@ -4,9 +4,9 @@ A storage loses its memory and receives memory again, at new or at the same addr
 DeviceMemory), but remains the same object. All its views therefore have the same values again: tied
 weights, non-contiguous tensors, and flat buffers of DistributedDataParallel and FSDP.
 
-Meanwhile, known tensors are in mapped host memory but still report their device, whose kernels
-access it over the link (PCIe or NVLink-C2C). They can be read, saved and loaded. Tensor objects
-remain the same for autograd and its hooks.
+While offloaded, known tensors still report their device, but are in mapped host memory. The
+device's kernels access this memory over the link (PCIe or NVLink-C2C), so the tensors can be read,
+saved and loaded. Tensor objects remain the same for autograd and its hooks.
 
 **Exceptions at any line.** First all bytes are copied, then the tensors are pointed to the copy one
 by one, and only then is the device memory freed. Each tensor is complete at any time. An exception
@@ -38,7 +38,8 @@ from speedtorch.torch_internals import storage_at, storage_uses
 
 __all__ = ["StorageOffloader", "fingerprint", "times_moved"]
 
-# Bytes of storages that are fingerprinted together: singly, small ones take longer than a copy.
+# Bytes of storages that are fingerprinted together. One by one, small storages would take longer
+# than their copy.
 _GROUP = 1 << 25
 # The Weyl constant of splitmix64 as a signed 64-bit number.
 _GOLDEN = -0x61C8864680B583EB
@@ -209,7 +210,8 @@ class StorageOffloader:
     def release_if_used(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Releases the host memory if one of the storages uses it, so it is not overwritten.
 
-        load_state_dict(assign=True) can assign them. No storage of this part may be offloaded.
+        load_state_dict(assign=True) can assign such storages. No storage of this part may be
+        offloaded.
         """
         begin, count = self._host.data_ptr(), self._host.nbytes
         if count and any(0 <= storage.data_ptr() - begin < count for storage in storages):

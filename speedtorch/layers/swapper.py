@@ -1,4 +1,4 @@
-"""Swapper: loads modules (offloaded modules) to the device for use, and evicts unused modules."""
+"""Swapper: loads offloaded modules to the device for use, and evicts unused modules."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class Swapper:
         residency.refresh()
         resident = residency.modules.loaded
         return SwapReport(
-            units=len(modules),
+            num_modules=len(modules),
             resident=tuple(module.name for module in resident),
             in_use=tuple(module.name for module in resident if residency.modules.uses_of(module)),
             resident_bytes=residency.modules.used_bytes(),

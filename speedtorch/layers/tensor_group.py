@@ -116,7 +116,7 @@ class TensorGroup:
         """Loads all tensors to the device on a side stream, which the current stream joins.
 
         Tensors assigned on the device keep their memory. Raises torch.OutOfMemoryError, and for new
-        tensors on the host the errors of evict(). After an error all tensors are where they were.
+        tensors on the host the errors of evict(). After an error no tensor has moved.
         """
         copied: Collection[str] = ()
         if begun or not self.buffer.is_filled:
@@ -245,7 +245,7 @@ class TensorGroup:
             TypeError, ValueError: a new tensor cannot be packed.
             MemoryError: the host has too little memory for new tensors.
 
-        After such an error all tensors are where they were.
+        After such an error no tensor has moved.
         """
         tensors, former = members.tensors, self.buffer
         if not tensors and not former.device_bytes:

@@ -128,8 +128,8 @@ class TrainingState:
         model: any module, including FSDP2, DistributedDataParallel, compiled and quantized modules.
         optimizer: one or several optimizers, or None. Wrappers from accelerate, Lightning and
             Fabric are accepted.
-        device: the device whose tensors sleep. Default: the device of the model's first tensor on
-            a GPU.
+        device: the device whose tensors are offloaded. Default: the device of the model's first
+            tensor on a GPU.
         keep_addresses: whether tensors have the same addresses whenever they are loaded. The first
             sleep moves them into ranges of CUDA's virtual memory. Parts that share memory must then
             sleep together, torch's memory statistics count offloaded tensors, and tensors cannot be
@@ -312,7 +312,7 @@ class TrainingState:
         storages: dict[StatePart, list[OffloadedStorage]] = {part: [] for part in wanted}
         left = []
         for part in wanted:
-            is_lost, is_asleep = part in lost, self._parts[part].is_offloaded
+            is_lost, was_offloaded = part in lost, self._parts[part].is_offloaded
             for name, tensor in found.parts[part].items():
                 if not self._is_loaded(tensor, offloaded):
                     continue
@@ -326,7 +326,7 @@ class TrainingState:
                 check_dense(name, tensor)
                 assert untyped is not None
                 key = storage_id(untyped)
-                if key in kept_on_device or not untyped.resizable() or is_asleep:
+                if key in kept_on_device or not untyped.resizable() or was_offloaded:
                     left.append(name)
                     kept_on_device.add(key)
                     continue

@@ -75,7 +75,7 @@ class Freed(int):
 
     Attributes:
         held_by: views of evicted tensors that the program still holds, each with the module's name.
-            They keep the module's device memory allocated.
+            Such views keep the module's device memory allocated.
     """
 
     held_by: tuple[str, ...]
@@ -119,7 +119,7 @@ class TransferReport:
 class SwapReport(TransferReport):
     """Locations of a Swapper's offloaded modules, and all copies since its creation."""
 
-    units: int
+    num_modules: int
     """Number of offloaded modules."""
     resident: tuple[str, ...]
     """Names of modules on the device, least recently used first."""
@@ -140,7 +140,8 @@ class SwapReport(TransferReport):
     def __str__(self) -> str:
         budget = "" if self.budget_bytes is None else f" of {text_of(self.budget_bytes)}"
         lines = [
-            f"modules    {len(self.resident)} of {self.units} loaded, {len(self.in_use)} in use",
+            f"modules    {len(self.resident)} of {self.num_modules} loaded,"
+            f" {len(self.in_use)} in use",
             f"device     {text_of(self.resident_bytes)}{budget}, {text_of(self.new_bytes)} changed",
             f"host       {text_of(self.host_bytes)}",
             f"uses       {self.hits} found their module loaded, {self.misses} did not",
@@ -155,7 +156,7 @@ class SwapReport(TransferReport):
 class StateReport(TransferReport):
     """Location of a StateSwapper's state, and all copies since its creation."""
 
-    pieces: int
+    num_buckets: int
     """Number of buckets in which state is copied."""
     device_bytes: int
     """Device bytes that state uses now."""
@@ -163,7 +164,7 @@ class StateReport(TransferReport):
 
     def __str__(self) -> str:
         lines = [
-            f"host       {text_of(self.host_bytes)} in {self.pieces} buckets",
+            f"host       {text_of(self.host_bytes)} in {self.num_buckets} buckets",
             f"device     {text_of(self.device_bytes)} of {text_of(self.budget_bytes)}",
             *self._copies(),
         ]

@@ -25,7 +25,7 @@ def _allocator() -> Any:
     return made.allocator()
 
 
-def _leave(base: int) -> None:
+def _release(base: int) -> None:
     with outside_modes():
         _ops.leave_range(base)
 
@@ -42,7 +42,7 @@ class AddressRange:
         self.base = int(_ops.reserve_range(nbytes, device.index))  # the first address
         self.end = self.base + nbytes
         self.is_mapped = False  # whether physical memory is mapped
-        weakref.finalize(self, _leave, self.base).atexit = False
+        weakref.finalize(self, _release, self.base).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +51,9 @@ class AddressRange:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Places this thread's torch allocations inside the block into the range.
+        """Context manager in which torch allocates this thread's GPU tensors in the range.
 
-        Their memory is not mapped yet, so nothing may read or write the tensors.
+        Their memory is not mapped yet, so nothing may read or write these tensors.
         """
         with torch.cuda.device(self._device):  # a pool belongs to the current GPU
             pool = torch.cuda.MemPool(_allocator())

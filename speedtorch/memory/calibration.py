@@ -68,7 +68,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     """Measures the time to copy rows on this machine and saves it in the user's cache folder.
 
     Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. Ops then choose
-    their paths by these results, in later processes too. Without results they use an H200's.
+    their paths by these results, in later processes too. Without results, ops use an H200's.
 
     Args:
         progress: Show a progress bar.
@@ -169,7 +169,7 @@ def _saved_costs(gpu: str) -> list[float] | None:
         if figures["version"] != VERSION:
             return None
         if figures["gpu"] != gpu:
-            raise ValueError(f"the costs are of {figures['gpu']!r:.80}, but this GPU is {gpu!r}")
+            raise ValueError(f"costs measured on {figures['gpu']!r:.80}, but this GPU is {gpu!r}")
         return _checked(figures["costs"])
     except FileNotFoundError:
         return None
@@ -194,7 +194,7 @@ def _checked(costs: Any) -> list[float]:
 
 def _steps() -> Iterator[Callable[[Tensor], object]]:
     yield lambda costs: costs[-2:].copy_(costs.new_tensor(measure_link()))
-    # set_costs runs between, because the link's speed decides how many SMs a kernel fills.
+    # set_costs runs in between, because the link's speed decides how many SMs a kernel fills.
     yield from (_ops.set_costs, _measure_planning)
     for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
         yield partial(_measure_moves, kind=kind)

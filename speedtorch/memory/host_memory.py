@@ -185,7 +185,7 @@ def pinned_tensors() -> list[Tensor]:
 
 
 def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:
-    """Keeps a pinned tensor object alive as long as a view of another dtype, or a view of that.
+    """Keeps a pinned tensor object alive as long as `view`, of another dtype, or a view of `view`.
 
     A view of the same dtype keeps its tensor alive by itself.
     """

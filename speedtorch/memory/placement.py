@@ -146,6 +146,7 @@ class _HostPlacement(Placement):
         host_memory.check_owner(self.data)
 
     def release(self) -> None:
+        """See Placement."""
         host_memory.release(self.data)
 
 
@@ -163,6 +164,7 @@ class _GpuPlacement(Placement):
         self.data = torch.zeros(count, dtype=torch.uint8, device=place)
 
     def settle(self) -> None:
+        """See Placement."""
         wait_for_rows(self.data.device)
 
 
@@ -182,13 +184,16 @@ class _FilePlacement(Placement):
         check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
+        """See Placement."""
         self.settle()
         system_calls.calls.fsync(self._descriptor)
 
     def release(self) -> None:
+        """Closes the file."""
         self._closer()
 
     def remove_file(self) -> None:
+        """See Placement."""
         system_calls.calls.unlink(str(self.path))
 
 
@@ -217,9 +222,9 @@ class MappedPlacement(Placement):
     """Files of a saved table in a read-only mapping; all processes share one page cache.
 
     If there is a GPU, the files are registered for it in place, read-only, which reads them whole.
-    A failure of the registration is the `reason`. `fields` are views of the mapping, and a write to
-    them ends the process. With `field` there is only this field, named "weight". Raises NotMapped
-    if the file system cannot map the files or a field is not aligned; ValueError as open_fields.
+    `reason` describes a failed registration. `fields` are views of the mapping, and a write to them
+    ends the process. With `field`, only that field is mapped, as "weight". Raises NotMapped if the
+    file system cannot map the files or a field is not aligned, and ValueError like open_fields().
     """
 
     memory = "mapped"

@@ -67,7 +67,7 @@ _writers: WeakValueDictionary[tuple[int, int, tuple[int, int]], _Descriptor] = W
 
 @dataclass(eq=False, repr=False)
 class SharedMemoryHandle:
-    """Opens the memory in another process after it was pickled there.
+    """Opens the memory in another process, which receives the pickled handle.
 
     A process that multiprocessing starts receives a descriptor with the handle. Other processes
     open the descriptor in /proc of the process that made the handle, which must live until then.
@@ -80,7 +80,7 @@ class SharedMemoryHandle:
     number: int  # a descriptor of the process
     file: tuple[int, int]  # device and inode numbers of the memory
     count: int  # bytes of data
-    own: _Descriptor | None  # the handle's own descriptor, if it needs none of another process
+    own: _Descriptor | None  # the handle's own descriptor, if open() needs no other process
 
     def __getstate__(self) -> dict[str, Any]:
         own = None if get_spawning_popen() is None else self.own
@@ -222,7 +222,7 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        """The version: even if all writes are complete, odd during a write; each write adds 2.
+        """The version: even while all writes are complete, odd during a write. Each write adds 2.
 
         pread and pwrite access the word instead of the mapping. The kernel's locks on the page
         order these calls with the mapping's reads and writes before and after them.

@@ -98,13 +98,13 @@ class SideStream:
     def after_current(
         self, device: torch.device
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """Work that is queued inside begins after the work queued on the current stream so far."""
+        """Makes the side stream current for work that follows the current stream's queued work."""
         return nullcontext() if device.type != "cuda" else _StreamContext(self, device, None)
 
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """Work that is queued inside begins after these events, not after the current stream."""
+        """Makes the side stream current for work that follows these events only."""
         return nullcontext() if device.type != "cuda" else _StreamContext(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:

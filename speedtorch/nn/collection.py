@@ -216,7 +216,7 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: There is no such table.
-            ValueError, RuntimeError, NotImplementedError, MemoryError: As for Embedding.resize.
+            ValueError, RuntimeError, NotImplementedError, MemoryError: See Embedding.resize.
         """
         group, before = self.group_of(name), self._configs
         at = list(places_of(self._tables())).index(name)
@@ -284,7 +284,7 @@ class TableCollection(nn.Module):
             embeddings: The rows by table name, which are copied: a tensor, a HostTable, or the path
                 of a saved table.
             freeze: Do not train the rows.
-            **settings: As for the class.
+            **settings: See the class.
 
         Raises:
             TypeError, ValueError: Rows do not match their config, or names do not match the tables.
@@ -338,7 +338,7 @@ class EmbeddingBagCollection(TableCollection):
 
     Raises:
         ValueError: There are no tables, two tables have one name, or a config is invalid.
-        MemoryError, NotImplementedError: As for Embedding.
+        MemoryError, NotImplementedError: See Embedding.
 
     Example:
         >>> import speedtorch
@@ -418,7 +418,7 @@ class EmbeddingBagCollection(TableCollection):
             KeyError: A feature is missing, or a dict has a feature of no table.
             IndexError: An id is out of its table's range; the message names table and feature.
             TypeError, ValueError: Ids, offsets or weights are invalid; no row was copied.
-            RuntimeError, NotImplementedError: As for Embedding.
+            RuntimeError, NotImplementedError: See Embedding.
         """
         if isinstance(features, torch.fx.Proxy):
             return cast(KeyedFeatures, self._recorded(features))
@@ -446,7 +446,7 @@ class EmbeddingCollection(TableCollection):
         rounding: How a step's rows are rounded to 16 bits, as for Embedding.
 
     Raises:
-        As for EmbeddingBagCollection.
+        See EmbeddingBagCollection.
 
     Example:
         >>> import speedtorch
@@ -506,7 +506,7 @@ class EmbeddingCollection(TableCollection):
         """Looks rows up.
 
         Args:
-            features: As for EmbeddingBagCollection.
+            features: See EmbeddingBagCollection.
 
         Returns:
             A dict with a JaggedRows for each feature, on the module's device, ordered by tables,
@@ -514,7 +514,7 @@ class EmbeddingCollection(TableCollection):
             columns]`.
 
         Raises:
-            As for EmbeddingBagCollection. rows() raises ValueError if tables differ in columns.
+            See EmbeddingBagCollection. rows() raises ValueError if tables differ in columns.
         """
         if isinstance(features, torch.fx.Proxy):
             return cast(RowsByFeature, self._recorded(features))

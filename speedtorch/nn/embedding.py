@@ -172,7 +172,7 @@ class Embedding(RowModule, nn.Embedding):
         Raises:
             ValueError: The rows do not have two dimensions, are sparse or quantized, or the file is
                 broken.
-            MemoryError: As for Embedding.
+            MemoryError: See Embedding.
 
         Example:
             >>> Embedding.from_pretrained(torch.eye(3))(torch.tensor([2]))

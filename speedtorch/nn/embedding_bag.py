@@ -51,7 +51,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             numbers that depend only on the row and the step, not on the row's place.
 
     Raises:
-        MemoryError, NotImplementedError: As for Embedding.
+        MemoryError, NotImplementedError: See Embedding.
         ValueError: padding_idx is out of range, or mode is unknown.
 
     Example:

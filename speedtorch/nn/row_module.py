@@ -286,7 +286,7 @@ class RowModule(nn.Module):
 
         Raises:
             TypeError: The module is of another kind.
-            MemoryError: As for Embedding.
+            MemoryError: See Embedding.
 
         Example:
             >>> import speedtorch

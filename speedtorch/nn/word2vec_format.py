@@ -46,7 +46,7 @@ def save_word2vec_format(
         path: The file.
         words: A unique word for each row, in the order of the ids.
         binary: Write numbers as bytes. Text (False) is larger and slower to read.
-        progress: As for nearest_neighbors.
+        progress: See nearest_neighbors.
 
     Raises:
         TypeError: `emb` is not an Embedding, EmbeddingBag or table of a collection, its rows are

@@ -71,8 +71,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         TypeError: `optimizer` is no torch optimizer, or `module` is no torch module.
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
             of them already; another optimizer is attached to one of them; the optimizer is a copy
-            of an attached one, or the probe raises; or the bytes of a cache hold no row with its
-            state. Nothing has changed.
+            of an attached one, or the probe raises; or the bytes of a cache are too few for one row
+            with its state. Nothing has changed.
         NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
             cannot be tried out.
         RuntimeError: a captured CUDA graph uses the rows.

@@ -202,7 +202,7 @@ class AttachedState(StepState):
         *,
         was_read: bool = False,
     ) -> None:
-        """As take(), after the rows are written back; can be repeated after an exception."""
+        """Like take(), after the rows are written back; can be repeated after an exception."""
         for name, row in self.probe.row_state.items():
             if entries is not None:
                 self.table_rows.fields.load(name, dense(entries[name]))
@@ -312,7 +312,7 @@ class SavedState:
             state.complete()
 
     def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As the class's load_state_dict(); the rows' state is unchanged if that raises."""
+        """Like the class's load_state_dict(); the rows' state is unchanged if that raises."""
         optimizer = self.states[0].optimizer()
         assert optimizer is not None  # this method is an attribute of the optimizer
         self._write_back()

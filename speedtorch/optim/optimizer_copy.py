@@ -164,7 +164,7 @@ class Recorder(dict[str, Any]):
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As dict.get(); the default becomes the first value of an entry that is assigned later."""
+        """Like dict.get(); the default becomes the first value of an entry assigned later."""
         if name not in self and default is not None:
             self._defaults[name] = snapshot(default)
         return super().get(name, default)

@@ -3,12 +3,12 @@
 Copies of the optimizer step a parameter of a few rows with random gradients. The probe records the
 state and its initial values. A batch can be stepped without the rest of its table only if
 
-- rows are separate: stepped together, apart or in another order, in step after step, rows, their
-  state and the scalars become the same;
+- rows are separate: several steps of rows together, apart or in another order have the same results
+  (rows, their state, and scalars);
 - the state of all rows starts alike: a step from that initial state equals a first step;
 - the kind of the state does not depend on the number of rows.
 
-An optimizer that breaks a rule raises a ValueError that names the reason.
+For an optimizer that breaks a rule, the probe raises a ValueError that names the reason.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _probed(
     sparse: bool,
     step: Callable[[Optimizer], object] | None = None,
 ) -> OptimizerProbe:
-    """As probe_optimizer(), with the given step function or, by default, the class's."""
+    """Like probe_optimizer(), with the given step function or, by default, the class's."""
     probe = _Probe(optimizer, parameter, parameter.dtype, sparse, step)
     found = probe.learn({})
     probe.check_size(found)
@@ -139,7 +139,7 @@ def forgotten_by(
 ) -> dict[str, Any]:
     """Returns attributes that mark a first step, with the values that a step sets; usually none.
 
-    With its present attributes the optimizer's next step would overwrite loaded state.
+    With such attributes, the optimizer's next step would overwrite loaded state.
     """
     with kept_random(parameter.device):
         probe = _Probe(optimizer, parameter, parameter.dtype, sparse)
@@ -254,7 +254,7 @@ class _Probe:
         return copied.state.first
 
     def check_size(self, learnt: OptimizerProbe) -> None:
-        """Raises ValueError if many rows get another kind of state, or other values, than few."""
+        """Raises ValueError if the state of many rows differs in kind or value from that of few."""
         few, width = self._rows, max(1, math.prod(self._row_shape))
         even = _BLOCK // math.gcd(_BLOCK, width)
         rows = even * -(-max(_MANY_ELEMENTS // width, 2 * few) // even)

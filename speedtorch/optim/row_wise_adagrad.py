@@ -56,8 +56,8 @@ class RowWiseAdagrad(Optimizer):
 
     Without weight decay a row with a zero gradient does not change. With 128 float32 columns a row
     and its state use 516 bytes, and 1,024 with torch.optim.Adagrad. The state of a parameter
-    `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. The sums of 16-bit parameters are float32.
-    Their step is computed in float32 and rounded once.
+    `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. For 16-bit parameters the sums are float32,
+    and a step is computed in float32 and rounded once.
 
     FBGEMM's EXACT_ROWWISE_ADAGRAD with L2 weight decay and torchrec's RowWiseAdagrad have the same
     update rule; FBGEMM has no `lr_decay`. The rule is Adagrad (Duchi, Hazan and Singer, 2011) with
@@ -256,7 +256,7 @@ def _step_one(rows: _Rows, group: dict[str, Any]) -> None:
 
 
 def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
-    """As _step_one(), for several parameters of one device and dtype."""
+    """Like _step_one(), for several parameters of one device and dtype."""
     dtype = rows[0].sums.dtype
     sums = [part.sums for part in rows]
     weights = [part.parameter.to(dtype) for part in rows]
@@ -279,7 +279,7 @@ def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
 
 
 def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
-    """As _step_one(), for the rows that a sparse gradient names."""
+    """Like _step_one(), for the rows that a sparse gradient names."""
     parameter, gradient, sums, _ = rows
     if gradient.sparse_dim() != 1:
         raise ValueError(

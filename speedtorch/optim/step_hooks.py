@@ -61,7 +61,7 @@ class _Found(NamedTuple):
     groups: Sequence[int] = ()
     """The group number of each weight."""
     references: Sequence[object] = ()
-    """The reference of each weight's rows to the weight."""
+    """For each weight, the reference with which its rows refer to it."""
     lists: Sequence[tuple[list[Any], int]] = ()
     """The parameter list of each group, and its length."""
 

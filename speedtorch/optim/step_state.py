@@ -34,7 +34,7 @@ class StepState:
         self.names = tuple(probe.row_state)
         self.sparse = probe.sparse
         self._has_stepped = False
-        """Whether a step has run or stepped state was loaded; `optimizer.state` has it then."""
+        """Whether a step has run or stepped state was loaded: `optimizer.state` then has state."""
         self._held: list[Tensor] = []
         """The state of the step's rows."""
         self._views: dict[str, Any] = {}
@@ -218,7 +218,7 @@ class StepState:
 
 
 def _switches(settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Which settings but lr are not zero, because a nonzero momentum needs a buffer."""
+    """Whether each setting except lr is nonzero: a nonzero momentum needs a buffer."""
     return {name: bool(value) for name, value in settings.items() if name != "lr"}
 
 

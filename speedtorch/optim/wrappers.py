@@ -133,13 +133,13 @@ class _Shown:
         )
 
     def state_dict(self, wrapper: Any) -> dict[str, Any]:
-        """As the wrapper's method, with the state of all rows."""
+        """Like the wrapper's method, with the state of all rows."""
         shown = {kept: saved.shown(kept, to_write=False) for kept, saved in self._saved.items()}
         state: dict[str, Any] = type(wrapper).state_dict(_stand_in(wrapper, shown))
         return state
 
     def load_state_dict(self, wrapper: Any, state_dict: Mapping[str, Any]) -> None:
-        """As the wrapper's method, with the state of all rows, which the tables then adopt."""
+        """Like the wrapper's method, with the state of all rows, which the tables then adopt."""
         shown = {kept: saved.shown(kept, to_write=True) for kept, saved in self._saved.items()}
         type(wrapper).load_state_dict(_stand_in(wrapper, shown), state_dict)
         for kept, saved in self._saved.items():

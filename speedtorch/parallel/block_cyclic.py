@@ -1,6 +1,6 @@
 """BlockCyclic: maps each row of a table to a rank; blocks of rows are assigned in a cycle.
 
-The id alone determines the owner and the place in its shard. Popular ids are often small and
+An id alone determines the row's owner and its place in the shard. Popular ids are often small and
 adjacent. Blocks go to the ranks 0 1 2 2 1 0, so that every rank owns about as many popular rows.
 """
 
@@ -17,8 +17,8 @@ __all__ = ["BlockCyclic"]
 _Rank = TypeVar("_Rank", int, Tensor)
 
 _MOST_BLOCKS = 1024  # blocks of a rank; large tables have at least half as many
-# Each block is a chunk of a checkpoint, which costs 1.7 kB and 0.3 ms besides its rows. So blocks
-# of small tables have _LEAST_ROWS rows, if each rank still has _FEW_BLOCKS blocks.
+# Each block is a chunk of a checkpoint, which costs 1.7 kB and 0.3 ms besides its rows. Blocks of
+# small tables therefore have _LEAST_ROWS rows, if each rank still has _FEW_BLOCKS blocks.
 _LEAST_ROWS, _FEW_BLOCKS = 32, 8
 
 
@@ -36,9 +36,9 @@ class BlockCyclic(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, ranks: int, init_rows: int = 1) -> BlockCyclic:
-        """Shards `rows` rows in blocks of `init_rows` rows times or divided by a power of two.
+        """Shards rows in blocks of `init_rows` rows, multiplied or divided by a power of two.
 
-        So blocks of `init_rows` rows, which are initialized together, are seldom split.
+        This size seldom splits the blocks of `init_rows` rows that are initialized together.
         """
         block = max(1, init_rows)
         while block * _MOST_BLOCKS * ranks < rows:

@@ -1,7 +1,7 @@
 """Call: a rank's next exchange as a number, which the rank sends before the exchange.
 
-Ranks at different exchanges would mix up rows and gradients, or wait forever. So each rank sends
-its calls first, and all ranks raise if two calls differ.
+Ranks at different exchanges would mix up rows and gradients, or wait forever. Each rank therefore
+sends its calls first, and all ranks raise if two calls differ.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def clip_grad_norm_(
     whole: list[Tensor] = []
     own: dict[Ranks, list[Tensor]] = {}
     places: dict[Ranks, tuple[torch.device, torch.dtype]] = {}
-    """The device and dtype of the collectives, which do not depend on a rank having gradients."""
+    """The device and dtype of collectives, the same whether or not a rank has gradients."""
     for parameter in given:
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)

@@ -31,7 +31,7 @@ class SingleProcess(Collectives):
     rank, size = 0, 1
 
     def all_gather(self, value: Any) -> list[Any]:
-        """As Collectives.all_gather."""
+        """See Collectives.all_gather."""
         return [value]
 
 

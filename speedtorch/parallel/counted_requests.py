@@ -71,7 +71,7 @@ class CountedRound(LookupRound["CountedRequest"]):
         return sent, split_evenly(own[:length], size)
 
     def _exchange(self, requests: Sequence[CountedRequest]) -> None:
-        """As LookupRound._exchange; sends no ids of a lookup with bad ids on some rank."""
+        """Like LookupRound._exchange; sends no ids of a lookup with bad ids on some rank."""
         try:
             gathered = self._gathered or self._gather_counts(requests)
             lookups = list(zip(requests, *self._read_counts(requests, gathered), strict=True))
@@ -108,17 +108,17 @@ class CountedRequest(LookupRequest):
             self._error = result if isinstance(result, Exception) else self.bad_ids(result)
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """As LookupRequest.summed."""
+        """See LookupRequest.summed."""
         return self.ids.summed(gradient, bags, sum(self.requested.received_counts))
 
     def exchange_ids(self) -> None:
-        """As LookupRequest.exchange_ids."""
+        """See LookupRequest.exchange_ids."""
         self.round.exchange_ids()
         if self._error is not None:
             raise self._error
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As LookupRequest.with_padding."""
+        """See LookupRequest.with_padding."""
         places, count = self.places, len(rows)
         if count == 0:  # keep the node in the graph: all ranks call the backward together
             return places, torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])

@@ -46,7 +46,7 @@ class FaultConsensus:
         return raises_at_once(self._memory.held.device) or self._ranks.has_barrier
 
     def compare_calls(self, calls: Sequence[Call]) -> Tensor | None:
-        """As Requests.compare_calls; more than one call only if compares_at_once."""
+        """Like Requests.compare_calls; more than one call only if compares_at_once."""
         name, device = self._memory.held.name, self._memory.held.device
         if self.compares_at_once:
             self._ranks.compare_calls(name, calls, device)
@@ -66,7 +66,7 @@ class FaultConsensus:
             del self._calls[0]
 
     def raise_if_calls_differ(self) -> None:
-        """As check(), at a lookup. After the error, the memory can start a new step."""
+        """Like check(), at a lookup. After the error, the memory can start a new step."""
         try:
             self.check()
         except DisagreementError:
@@ -75,7 +75,7 @@ class FaultConsensus:
             raise
 
     def stop(self, fault: Tensor) -> None:
-        """As FixedMemory.stop."""
+        """See FixedMemory.stop."""
         with self._memory.lock:
             self._memory.stop(fault)
 
@@ -107,7 +107,7 @@ class FaultConsensus:
         return max((self._ranks.read(name, code)[0] for code in last), default=0)
 
     def raise_fault(self, fault: int) -> None:
-        """Raises the fault of the last lookup on all ranks, if some rank still has an error.
+        """Raises the fault of the last lookup on all ranks, unless every rank has raised it before.
 
         A rank at fault raises the error of its exchange; the other ranks raise rank_error().
         """

@@ -51,10 +51,10 @@ class FixedRequest(LookupRequest):
 
     Args:
         lookup: The lookup.
-        ids: Its ids, with a share.
+        ids: The lookup's ids, with a share.
         shares: The sizes of the blocks.
-        no_row: The position that stands for a block's unused ids: that of the padding's row, or the
-            position after this rank's last row, which reads as zeros. Neither is trained.
+        no_row: The position of a block's unused ids: the padding's row, or the position after this
+            rank's last row, which reads as zeros. Neither is trained.
         consensus: The fault codes of the ranks that own the rows.
     """
 
@@ -90,7 +90,7 @@ class FixedRequest(LookupRequest):
         self.requested = RequestedRows(ids, counts, counts)
 
     def exchange_ids(self) -> None:
-        """As LookupRequest.exchange_ids; on a GPU faults are found later, and no row changes."""
+        """Like LookupRequest.exchange_ids; on a GPU faults are found later, and no row changes."""
         self.round.exchange_ids()
         if raises_at_once(self.requested.ids.device) and (fault := int(self.fault)):
             if fault != OTHER_MODULE:
@@ -100,7 +100,7 @@ class FixedRequest(LookupRequest):
             raise rank_error(self.name, fault, "Nothing has changed.")
 
     def own_error(self) -> Exception | None:
-        """As LookupRequest.own_error, or an error if ids name too many rows of a rank."""
+        """Like LookupRequest.own_error, or an error if ids name too many rows of a rank."""
         if (bad := super().own_error()) is not None:
             return bad
         shares = self._shares
@@ -108,13 +108,13 @@ class FixedRequest(LookupRequest):
         return shares.error(self.name, named, owner) if named > shares.rows else None
 
     def summed(self, gradient: Tensor, bags: Bags | None) -> Tensor:
-        """As LookupRequest.summed."""
+        """See LookupRequest.summed."""
         # One row more than ids: the last row is zeros, the gradient of a block's unused ids.
         most = self.ids.numbers.numel() + 1
         return self.ids.summed(gradient, bags, most).index_select(0, self.ids.entries)
 
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As LookupRequest.with_padding. Without the padding's id, the first row is appended."""
+        """Like LookupRequest.with_padding. Without the padding's id, the first row is appended."""
         places, is_padding = self.places, self.ids.numbers == number
         row = rows[:1]
         if places.numel():

@@ -1,4 +1,4 @@
-"""GradScaler: also for rows that are sharded among ranks, and for gradients in host memory."""
+"""GradScaler: supports rows that are sharded among ranks, and gradients in host memory."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class LookupRequest(ABC):
 
     @abstractmethod
     def with_padding(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The places and the rows, with the padding's row (of this number) appended as the last."""
+        """Places and rows; row `number`, which is the padding's, is appended as the last."""
 
 
 _Request = TypeVar("_Request", bound=LookupRequest)

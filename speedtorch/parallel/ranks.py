@@ -127,7 +127,7 @@ class Ranks:
         return numbers
 
     def exchange_words(self, name: str, words: list[list[int]]) -> list[list[int]]:
-        """As SharedMemoryBarrier.exchange; raises RuntimeError if a rank is missing."""
+        """Like SharedMemoryBarrier.exchange; raises RuntimeError if a rank is missing."""
         assert self._barrier is not None
         self._raise_if_aborted(name)
         if (found := self._barrier.exchange(words, self.timeout)) is None:
@@ -248,7 +248,7 @@ class Ranks:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> list[Tensor]:
-        """As all_to_all(), for several tensors of one dtype in one collective."""
+        """Like all_to_all(), for several tensors of one dtype in one collective."""
         if len(tensors) == 1:
             counts = received_counts[0], sent_counts[0]
             return [self.all_to_all(name, tensors[0], *counts, group=group)]
@@ -266,7 +266,7 @@ class Ranks:
         return [part.view(sum(counts), *rows.shape[1:]) for part, counts, rows in results]
 
     def _abort(self, name: str, reason: str) -> RuntimeError:
-        """The error about missing ranks, which would take later data for the data of this call.
+        """The error about missing ranks, which could mistake later data for the data of this call.
 
         All further calls raise, on this rank at once and on the ranks that wait for this rank.
         """

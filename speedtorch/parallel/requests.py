@@ -238,7 +238,7 @@ class Requests:
         return None
 
     def compare_before_backward(self, lookup: int) -> None:
-        """As compare_calls(), before a lookup's gradients are sent to the owners."""
+        """Like compare_calls(), before a lookup's gradients are sent to the owners."""
         fault = self.compare_calls(Kind.GRADIENTS, lookup)
         if fault is not None and self._consensus is not None:
             self._consensus.stop(fault)
@@ -310,7 +310,7 @@ class Requests:
             self._consensus.expect(faults)
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
-        """As PlannedSteps.plan_announced; discards batches announced before the latest lookup."""
+        """Like PlannedSteps.plan_announced; discards batches announced before the latest lookup."""
         self._forget_after_errors()
         if self._was_looked_up or self._announced_in != self._exchange.steps.batches_over:
             self._announced, self._was_looked_up = [], False
@@ -322,19 +322,19 @@ class Requests:
         return planned
 
     def announce(self, announced: PlannedRequests) -> None:
-        """As PlannedSteps.announce."""
+        """See PlannedSteps.announce."""
         self._announced_in = self._exchange.steps.batches_over
         self._announced.append(announced)
         if announced.is_exchanged:
             self._exchange.steps.announce(announced.announced)
 
     def give_up(self) -> None:
-        """As PlannedSteps.give_up."""
+        """See PlannedSteps.give_up."""
         self._announced = []
         self._exchange.steps.give_up()
 
     def plan_ahead(self, parts: Sequence[Tensor], after: PlannedRequests | None) -> PlannedRequests:
-        """As PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
+        """Like PlannedSteps.plan_ahead; also plans the batch before, whose counts are received."""
         self._forget_after_errors()
         # Copied on the current stream, for which the side stream waits.
         self._distances = self._distances.to(self._exchange.held.device)
@@ -348,7 +348,7 @@ class Requests:
         return planned
 
     def expect(self, batch: PlannedRequests | None) -> None:
-        """As PlannedSteps.expect."""
+        """See PlannedSteps.expect."""
         self._forget_after_errors()
         self._expected = batch
         if batch is not None:
@@ -359,14 +359,14 @@ class Requests:
         self._exchange.steps.expect(None if batch is None else batch.own)
 
     def start_loop(self, loop: object) -> bool:
-        """As PlannedSteps.start_loop."""
+        """See PlannedSteps.start_loop."""
         return self._exchange.steps.start_loop(loop)
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
         """Does nothing: the lookup raises the error on all ranks."""
 
     def end_loop(self, loop: object) -> None:
-        """As PlannedSteps.end_loop."""
+        """See PlannedSteps.end_loop."""
         self._expected = None
         self._exchange.steps.end_loop(loop)
 
@@ -408,7 +408,7 @@ class Requests:
     @staticmethod
     @contextmanager
     def together(lookups: Sequence[tuple[Requests, Sequence[Ids], bool]]) -> Iterator[None]:
-        """As SharedLookups.together."""
+        """See SharedLookups.together."""
         alike: dict[object, dict[Requests, tuple[Sequence[Ids], bool]]] = {}
         for table, parts, trains in lookups:
             table._forget_after_errors()

@@ -29,10 +29,12 @@ def same_modules(ranks: Ranks, model: nn.Module, *, average: bool) -> dict[str, 
     named: dict[str, RowModule] = {}
 
     def settings() -> list[tuple[str, _Settings]]:
+        """Returns the names and settings of this rank's modules."""
         named.update(_modules_of(model))
         return [(name, _settings_of(module, average=average)) for name, module in named.items()]
 
     def error_of(text: str) -> ValueError:
+        """Returns the error to raise if another rank has failed."""
         return ValueError(f"{text} (nothing has changed on any rank)")
 
     of_ranks = run_on_all(ranks, settings, "shard", error_of)

@@ -51,14 +51,14 @@ class ShardedRows(SharedLookups):
 
     Args:
         rows: The rows that this rank owns.
-        own_padding: Index of the padding's row among them; None if this rank does not own it.
+        own_padding: Index of the padding's row in `rows`; None if this rank does not own it.
         sharding: Maps each row to its owner.
         ranks: The ranks that own the rows.
         number: The table's number, the same on all ranks.
         padding: Id of the row that is never trained, or None.
         average: Divide gradients by the number of ranks.
         sparse: Whether the module requests sparse gradients.
-        model: Returns the sharded model, or None once that is gone.
+        model: Returns the sharded model, or None after its deletion.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ShardedRows(SharedLookups):
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
-        """As TrainedRows.rows_of; the rows are copies of the owners' rows."""
+        """Like TrainedRows.rows_of; the rows are copies of the owners' rows."""
         self._check_replicas()
         request = self.exchange.for_step(ids)
         places, held = self.rows.rows_of(request.requested.ids, max_norm, norm_type)
@@ -103,7 +103,7 @@ class ShardedRows(SharedLookups):
         return self._operand(request, self._with_backward(rows, request, received))
 
     def summed(self, ids: Ids, bags: Bags | None = None) -> Tensor:
-        """As TrainedRows.summed."""
+        """See TrainedRows.summed."""
         self._check_replicas()
         request, rows, received = (self._joint or JointRows({self: ids})).pop(self)
         received = self._with_backward(rows, request, received)
@@ -161,7 +161,7 @@ class ShardedRows(SharedLookups):
         return max(number >> 1 for number in numbers) / 1e6, all(n & 1 for n in numbers)
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
-        """Joins the ranks' lookups, which all raise; here `error` if the ranks agree."""
+        """Makes the ranks' lookup raise on all ranks: here `error`, if ranks are at one call."""
         no_ids = NoIds(error)
         if announced:
             self.exchange.plan_announced([no_ids] * announced)
@@ -174,7 +174,7 @@ class ShardedRows(SharedLookups):
             self.exchange.compare_calls(Kind.NONE)
 
     def read(self, ids: Ids) -> Tensor:
-        """As TrainedRows.read."""
+        """See TrainedRows.read."""
         request = self.exchange.without_step(ids)
         rows = self._exchange_rows(self.rows.read(request.requested.ids), request)
         return torch.embedding(rows, request.places)
@@ -182,7 +182,7 @@ class ShardedRows(SharedLookups):
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
-        """As TrainedRows.borrow."""
+        """See TrainedRows.borrow."""
         request = self.exchange.without_step(ids)
         places, held = self.rows.borrow(request.requested.ids, max_norm, norm_type)
         return self._operand(request, self._exchange_rows(held[places], request))
@@ -215,7 +215,7 @@ class ShardedRows(SharedLookups):
                 whole.index_copy_(0, ids, received.cpu())
 
     def makes_sparse(self, *, requested: bool) -> bool:
-        """Never: ranks exchange dense gradients; the owner makes them sparse."""
+        """Returns False: ranks exchange dense gradients, and the owner makes them sparse."""
         return False
 
     def _operand(self, request: LookupRequest, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,7 @@ class ShardedRows(SharedLookups):
     def together(
         self, lookups: Sequence[tuple[ShardedRows, Sequence[Ids], bool]]
     ) -> Iterator[None]:
-        """As SharedLookups.together."""
+        """See SharedLookups.together."""
         alike: dict[object, dict[ShardedRows, Ids]] = {}
         for rows, parts, trains in lookups:
             if trains and len(parts) == 1:

@@ -47,7 +47,7 @@ class Changes(NamedTuple):
 class FixedSizeBatch:
     """The unique rows of a batch, in ascending order, for tensors of `capacity` rows.
 
-    The host does not wait for their number. The padding's row follows the `capacity` rows.
+    The host does not wait for the number of rows. The padding's row follows the `capacity` rows.
     `following()` is the batch that was planned after this one.
 
     FixedBlocks calls set_ids() when it begins the step of the batch. Then `ids` are the ids of its

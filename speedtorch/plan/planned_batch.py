@@ -44,7 +44,7 @@ ID_DTYPES = frozenset({torch.int64, torch.int32})
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError, or `numbers` for an unsuitable tensor, unless torch can look these up."""
+    """Raises TypeError unless `ids` is a tensor, and `numbers` unless torch can look it up."""
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
     is_dense = ids.layout == torch.strided and not ids.is_nested
@@ -85,7 +85,7 @@ class SeenIds:
 
     @classmethod
     def of_copy(cls, copied: Tensor, shape: torch.Size, begin: int) -> SeenIds:
-        """Ids of this shape on the CPU; a copy, which no code writes to, has them from `begin`."""
+        """Ids of this shape on the CPU, from index `begin` of a copy that no code writes to."""
         seen = cls.__new__(cls)
         seen.shape, seen.values = shape, copied
         if copied.shape != shape:
@@ -247,7 +247,7 @@ class BatchIds(PlannedAhead):
     def plan_by(
         self, plan: Callable[..., list[Tensor]], ids: Tensor | list[Tensor], *args: object
     ) -> list[Tensor]:
-        """Plans `ids`, which are `ids` or `unplanned`, and returns the results of the op `plan`.
+        """Plans this object's `ids` or `unplanned`, and returns the results of the op `plan`.
 
         The results begin with those of plan_batch, and end for CPU ids with their copy. The number
         of unique ids is still on the device, so their list has as many entries as the batch has
@@ -390,7 +390,7 @@ class PlannedBatch:
         self.joint, self._number = joint, number
         self._is_counted = False
         if joint is None:
-            held: tuple[Tensor, ...] = ()  # the ids before, and the status with their number
+            held: tuple[Tensor, ...] = ()  # the earlier ids, and the status that counts them
             if isinstance(after, Tensor):
                 held = after, _view(after, (0,))  # without a status all are valid
             elif after is not None:
@@ -464,9 +464,9 @@ class PlannedBatch:
         return places
 
     def alone(self, part: int) -> tuple[PlannedBatch, int]:
-        """A batch of only this part on the CPU, if all parts have many more ids, and its part.
+        """Returns a batch and its part for summed(), whose time grows with the whole batch.
 
-        summed() takes the time of a whole batch.
+        On the CPU this is a batch of only this part, if all parts have many more ids.
         """
         parts, ids = self.parts, self.parts.values(part)
         if ids is None or self.device.type != "cpu" or parts.count <= _MANY_PARTS * ids.numel():
@@ -496,7 +496,7 @@ class LoadedBatch(PlannedBatch):
 
     Args:
         load: RowStore.load_batch, called with the ids, the number of rows and the padding.
-        ids, rows, device, padding, name: As for PlannedBatch.
+        ids, rows, device, padding, name: See PlannedBatch.
 
     Raises:
         IndexError: An id is out of range. No row has moved.

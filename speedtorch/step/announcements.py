@@ -14,7 +14,7 @@ from speedtorch.step.step import Batch, Step
 __all__ = ["Announced", "Announcements", "check_all_looked_up"]
 
 Plan: TypeAlias = Callable[[Sequence[Tensor]], Batch]
-"""Plans a batch of the ids of a step, one tensor a lookup."""
+"""Plans a batch of the ids of a step, one tensor per lookup."""
 
 
 class Announced(NamedTuple):

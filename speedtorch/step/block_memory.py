@@ -36,11 +36,11 @@ class BlockMemory(RowMemory):
         raises_later(weakref.WeakMethod(self.raise_faults))
 
     def use(self, store: RowStore) -> None:
-        """As RowMemory.use."""
+        """See RowMemory.use."""
         self._blocks.use(store)
 
     def nothing(self) -> tuple[Tensor, Rows]:
-        """As RowMemory.nothing; limits the capacity to the table's present number of rows."""
+        """Like RowMemory.nothing; limits the capacity to the table's present number of rows."""
         self.capacity = self._rows_of_blocks()
         self._blocks.forget(self.capacity)
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._no_rows()
@@ -53,7 +53,7 @@ class BlockMemory(RowMemory):
         return min(self._most, max(1, self.held.store.whole_rows))
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
-        """As RowMemory.ids_of; the host waits only when the returned function is called."""
+        """Like RowMemory.ids_of; the host waits only when the returned function is called."""
         return partial(self._blocks.ids_held, self._blocks.begun) if step.batches else step.ids
 
     def _no_rows(self) -> Rows:
@@ -64,7 +64,7 @@ class BlockMemory(RowMemory):
         ]
 
     def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
-        """As RowMemory.reloaded."""
+        """See RowMemory.reloaded."""
         held = self.held
         if not step.batches:
             return step.ids, self._no_rows()
@@ -76,7 +76,7 @@ class BlockMemory(RowMemory):
         return blocks.ids, list(blocks.rows)
 
     def tensors(self) -> Iterator[Tensor]:
-        """As RowMemory.tensors."""
+        """See RowMemory.tensors."""
         yield from super().tensors()
         yield from self._blocks.tensors()
 
@@ -94,18 +94,18 @@ class BlockMemory(RowMemory):
         return taken
 
     def after_step(self) -> None:
-        """As RowMemory.after_step."""
+        """See RowMemory.after_step."""
         if self._take(stepped=True):
             self.held.view.put_back(self.held.now)
         self._blocks.clear_unused()
 
     def after_failed_step(self) -> None:
-        """As RowMemory.after_failed_step."""
+        """See RowMemory.after_failed_step."""
         self._blocks.clear_unused()
 
     @property
     def halted(self) -> Tensor | None:
-        """As RowMemory.halted."""
+        """See RowMemory.halted."""
         return self._blocks.is_halted if self.held.now.batches else None
 
     def stop(self, fault: Tensor) -> None:
@@ -118,11 +118,11 @@ class BlockMemory(RowMemory):
 
     @property
     def is_captured(self) -> bool:
-        """As RowMemory.is_captured."""
+        """See RowMemory.is_captured."""
         return self._blocks.graphs.are_alive
 
     def refuse_if_captured(self, what: str) -> None:
-        """As RowMemory.refuse_if_captured."""
+        """See RowMemory.refuse_if_captured."""
         if self._blocks.graphs.remain(self.held.device):
             raise RuntimeError(
                 f"{self.held.name}: {what} is not possible while a captured CUDA graph uses its"

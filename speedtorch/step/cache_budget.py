@@ -99,7 +99,7 @@ class CacheBudget:
                 rows.cache(share, members[rows], self)
 
     def share_anew(self) -> None:
-        """As share(), but replaces every cache by an empty cache."""
+        """Replaces every cache by an empty cache; otherwise like share()."""
         members = dict(self._members.values())
         for rows, share in self._shares({}).items():
             rows.cache(share, members[rows], self)

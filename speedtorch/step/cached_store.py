@@ -21,9 +21,9 @@ class CachedStore(StoreInSlots):
 
     Args:
         name: The module's name in errors.
-        table, held_dtype, rounding: As for RowStore.
+        table, held_dtype, rounding: See RowStore.
         nbytes: Bytes of the cache's rows and their ids.
-        members: Ids of the only rows that have slots, as for HotRows.
+        members: Ids of the only rows that have slots; see HotRows.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CachedStore(StoreInSlots):
     def exchange(
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
     ) -> None:
-        """As RowStore.exchange, after an update of the cached rows if one is due."""
+        """Like RowStore.exchange, after an update of the cached rows if one is due."""
         lists = exchange_arguments(outgoing, incoming)
         hot = self._ready(names, lists[1].device, evicts=lists[1].shape[0] > 0)
         host_fields = self.fields(names)
@@ -52,7 +52,7 @@ class CachedStore(StoreInSlots):
             exchange_cached(host_fields, hot.fields, hot.map, *lists)
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
-        """As RowStore.exchange_counted, after an update of the cached rows if one is due."""
+        """Like RowStore.exchange_counted, after an update of the cached rows if one is due."""
         hot = self._ready(names, outgoing.ids.device, evicts=not outgoing.are_none)
         lists = (outgoing.ids, outgoing.places, incoming.rows, incoming.ids, incoming.places)
         numbers = (outgoing.number, incoming.number)
@@ -78,13 +78,13 @@ class CachedStore(StoreInSlots):
                 hot.write_back(host_fields)
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
-        """As RowStore.read."""
+        """See RowStore.read."""
         super().read(ids, out, name)
         if (hot := self._hot) is not None and name in hot.names:
             hot.read(ids, out, name)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """As RowStore.write; first writes all cached rows to the table."""
+        """Like RowStore.write; first writes all cached rows to the table."""
         self.write_back()
         super().write(ids, rows)
 

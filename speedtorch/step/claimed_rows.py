@@ -173,7 +173,7 @@ class ClaimedRows:
             self.exchange.memory.raise_faults()
 
     def flush(self) -> None:
-        """As write_back(); raises RuntimeError if another module has claimed the table."""
+        """Like write_back(); raises RuntimeError if another module has claimed the table."""
         self._check_claim()
         self.write_back()
 

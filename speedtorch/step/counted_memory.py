@@ -28,7 +28,7 @@ class CountedMemory(RowMemory):
     plan = RowMemory.planned
 
     def nothing(self) -> tuple[Tensor, Rows]:
-        """As RowMemory.nothing."""
+        """See RowMemory.nothing."""
         return torch.empty(0, dtype=torch.int64, device=self.held.device), self._memory(0)
 
     def _memory(self, count: int) -> Rows:
@@ -37,7 +37,7 @@ class CountedMemory(RowMemory):
         return [torch.empty((count, *shape), dtype=kind, device=device) for shape, kind in fields]
 
     def reloaded(self, step: Step) -> tuple[Tensor, Rows]:
-        """As RowMemory.reloaded."""
+        """See RowMemory.reloaded."""
         held, nothing = self.held, self._memory(0)
         if not step.batches:
             return step.ids, nothing
@@ -47,7 +47,7 @@ class CountedMemory(RowMemory):
         return step.ids, held.store.load(held.fields, Block(nothing, ids[:0]), ids)
 
     def before_lookup(self) -> None:
-        """As RowMemory.before_lookup."""
+        """See RowMemory.before_lookup."""
         if self.held.on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.held.name}: a CUDA graph cannot capture a lookup, because the number of"
@@ -58,7 +58,7 @@ class CountedMemory(RowMemory):
     def begun(
         self, batch: Batch, seen: set[tuple[int, int]], *, is_planned: bool, prefetches: bool
     ) -> Step:
-        """As RowMemory.begun."""
+        """See RowMemory.begun."""
         assert isinstance(batch, PlannedBatch)
         held = self.held
         transfer, outgoing, copy = held.now.transfer, None, Copy.DIRTY
@@ -80,11 +80,11 @@ class CountedMemory(RowMemory):
         )
 
     def begun_alone(self, ids: Tensor) -> Step:
-        """As RowMemory.begun_alone."""
+        """See RowMemory.begun_alone."""
         held, (copy, left) = self.held, self._all_outgoing()
         # If rows joined the last step, rows will probably join this step. The write-back then
-        # shares a transfer with the joining rows, and the lookup that counts these rows does not
-        # wait for it.
+        # shares a transfer with the joining rows. The lookup that counts these rows need not wait
+        # for the write-back.
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
         fields = held.view.attached.fields  # held.fields, inlined for speed
         load = partial(held.store.load_batch, fields, left, evicts=not waits)
@@ -127,11 +127,11 @@ class CountedMemory(RowMemory):
         return outgoing if held.now.copy is Copy.DIRTY and len(outgoing.ids) > 0 else None
 
     def note_padding(self) -> None:
-        """As RowMemory.note_padding."""
+        """See RowMemory.note_padding."""
         self._has_new_padding = True
 
     def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
-        """As RowMemory.extended."""
+        """See RowMemory.extended."""
         held = self.held
         batch = self.planned(parts, held.now.ids)
         if batch.new_row_count == 0:
@@ -154,7 +154,7 @@ class CountedMemory(RowMemory):
         )
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
-        """As RowMemory.sent."""
+        """See RowMemory.sent."""
         assert following is None or isinstance(following, PlannedBatch)
         held = self.held
         outgoing, incoming, prefetched = pending.outgoing, None, None
@@ -176,7 +176,7 @@ class CountedMemory(RowMemory):
         return prefetched
 
     def put_back(self, prefetched: Prefetched) -> None:
-        """As RowMemory.put_back."""
+        """See RowMemory.put_back."""
         batch = prefetched.batch
         assert isinstance(batch, PlannedBatch)
         count = batch.new_row_count  # excludes the padding row, which is never written back
@@ -184,9 +184,10 @@ class CountedMemory(RowMemory):
         self.held.store.exchange(self.held.fields, new, None)
 
     def written_back(self, *, changes: bool) -> Step:
-        """As RowMemory.written_back."""
+        """See RowMemory.written_back."""
         held, now = self.held, self.held.now
-        if now.copy is Copy.DIRTY and now.ids.shape[0]:  # 0 rows: draws no initial values
+        # An exchange of 0 rows would draw the initial values of a lazy table.
+        if now.copy is Copy.DIRTY and now.ids.shape[0]:
             held.store.exchange(held.fields, Block(held.view.rows_of(now), now.ids), None)
         if now.copy is Copy.DIRTY or (changes and now.copy is Copy.CLEAN):
             return now._replace(copy=Copy.STALE if changes else Copy.CLEAN)

@@ -182,7 +182,7 @@ class Exchange:
         held.complete(looks_up=True)
         is_over = held.now.stepped or held.is_over()
         if held.now.before is not None:
-            # A joint exchange began a tentative step. If its batch lacks these ids, it is over.
+            # A joint exchange began a tentative step, which is over if its batch lacks these ids.
             is_over = self._taken(held.now.batches[0], parts) is None
             held.take(held.now._replace(before=None))
             held.note_used()  # this is the joint step's first lookup of this table
@@ -193,7 +193,7 @@ class Exchange:
     ) -> tuple[Batch | None, Announced | None]:
         """Begins a step of a planned or announced batch, or else of only these ids.
 
-        Returns the planned or announced batch, and what was announced with these ids.
+        Returns the planned or announced batch, and the Announced that contains these ids.
         """
         held, memory = self.held, self.memory
         batch = None

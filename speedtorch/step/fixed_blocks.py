@@ -117,7 +117,7 @@ class FixedBlocks:
             """Ids, places and number of the rows that a graph prefetched; number -1 for none."""
             self._prefetched[-1:] = -1
             self._every = torch.arange(size, device=device)
-            # From empty(): ops check at each use whether memory from elsewhere may be freed.
+            # Allocated by empty(): ops check other memory at each use, because it may be freed.
             self._fault = empty(
                 8, dtype=torch.int64, memory="registered" if device.type == "cuda" else "plain"
             )
@@ -147,7 +147,7 @@ class FixedBlocks:
         self._incoming_rows = self._outgoing_rows = []
 
     def ids_held(self, begun: int) -> Tensor:
-        """Ids of the last batch's rows, if `begun` still has this value; waits for the device."""
+        """Ids of the last batch's rows if `self.begun` is still `begun`; waits for the device."""
         if begun != self.begun:
             raise NotImplementedError(
                 f"{self._name}: the row ids of an earlier step's gradient are no longer known,"

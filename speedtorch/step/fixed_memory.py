@@ -46,7 +46,7 @@ class FixedMemory(BlockMemory):
     """Whether this lookup has already combined its fault with the other ranks'."""
 
     def plan(self, parts: Sequence[Tensor], after: Batch | None = None) -> FixedSizeBatch:
-        """As RowMemory.plan."""
+        """See RowMemory.plan."""
         assert after is None or isinstance(after, FixedSizeBatch)
         held = self.held
         rows, device, padding = held.named_rows, held.device, held.padding
@@ -55,7 +55,7 @@ class FixedMemory(BlockMemory):
         )
 
     def before_lookup(self) -> None:
-        """As RowMemory.before_lookup."""
+        """See RowMemory.before_lookup."""
         held = self.held
         now, blocks = held.now, self._blocks
         if not held.captures():
@@ -75,7 +75,7 @@ class FixedMemory(BlockMemory):
     def begun(
         self, batch: Batch, seen: set[tuple[int, int]], *, is_planned: bool, prefetches: bool
     ) -> Step:
-        """As RowMemory.begun."""
+        """See RowMemory.begun."""
         assert isinstance(batch, FixedSizeBatch)
         held = self.held
         blocks, now = self._blocks, held.now
@@ -98,8 +98,10 @@ class FixedMemory(BlockMemory):
         if not blocks.are_for(held.device, held.fields):
             blocks.make(held.device, held.fields)
         elif now.copy is Copy.STALE:
-            if not captured:  # the blocks are empty; a replay would drop their rows
-                blocks.clear()  # the table has these rows, perhaps newer
+            # The table has these rows, perhaps newer. In a capture the blocks are empty already,
+            # and each replay would repeat clear() and drop its rows.
+            if not captured:
+                blocks.clear()
         elif now.batches and self._take():
             held.view.put_back(now)  # else an interrupt below would repeat the copy
         blocks.begin(batch, are_prefetched=is_ahead)
@@ -131,7 +133,7 @@ class FixedMemory(BlockMemory):
         return held.now.with_batch(batch, is_planned=is_planned)
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
-        """As RowMemory.sent."""
+        """See RowMemory.sent."""
         assert following is None or isinstance(following, FixedSizeBatch)
         held = self.held
         with held.transfer_stream.after_current(held.device):
@@ -145,7 +147,7 @@ class FixedMemory(BlockMemory):
         """Does nothing: the table still has the current copies of prefetched rows."""
 
     def written_back(self, *, changes: bool) -> Step:
-        """As RowMemory.written_back."""
+        """See RowMemory.written_back."""
         held = self.held
         now, blocks = held.now, self._blocks
         if not now.batches:
@@ -170,7 +172,7 @@ class FixedMemory(BlockMemory):
 
     @serialized
     def raise_faults(self) -> None:
-        """As RowMemory.raise_faults; gives up the step and raises IndexError or RuntimeError."""
+        """Like RowMemory.raise_faults; gives up the step and raises IndexError or RuntimeError."""
         try:
             self._blocks.check()
         except (IndexError, RuntimeError):
@@ -235,7 +237,7 @@ class FixedMemory(BlockMemory):
 
     @serialized
     def pause_rows(self) -> None:
-        """Until unpause_rows(), lookups return zeros, and no row is trained."""
+        """Makes lookups return zeros and train no row, until unpause_rows()."""
         held = self.held
         held.write_back()
         self.raise_faults()
@@ -256,7 +258,7 @@ class FixedMemory(BlockMemory):
     def prefetching_for_replay(self, parts: Sequence[Tensor] | None) -> Iterator[None]:
         """A CUDA graph captured in this context prefetches the rows of the next step.
 
-        Each replay reads the ids from the tensors in `parts`. With None it prefetches no rows.
+        Each replay reads the ids from the tensors in `parts`. With None, replays prefetch no rows.
         """
         self._next_ids = parts
         try:

@@ -93,7 +93,8 @@ class RowMemory(ABC):
     ) -> Step:
         """Begins the step of a batch after the current step.
 
-        `is_planned`: Announced, or planned by a loop. `prefetches`: see PendingTransfer.
+        `is_planned`: The batch was announced, or planned by a loop. `prefetches`: see
+        PendingTransfer.
         """
 
     def begun_alone(self, ids: Tensor) -> Step:
@@ -192,7 +193,7 @@ class RowMemory(ABC):
 
     @property
     def halted(self) -> Tensor | None:
-        """`[1]`, not 0 while a fault on the device stops rows; None if no fault can stop them."""
+        """`[1]`, not 0 while a fault stops all moves of rows; None if no fault can stop them."""
         return None
 
 

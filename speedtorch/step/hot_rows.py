@@ -64,7 +64,7 @@ def planned_refresh(outside: Sequence[int], inside: Sequence[int], free: int) ->
         inside: The same numbers for rows with a slot.
         free: The number of empty slots, which any used row may enter.
     """
-    above = [*accumulate(reversed(outside))][::-1]  # by uses: rows with at least as many
+    above = [*accumulate(reversed(outside))][::-1]  # entry u: number of rows with u uses or more
     admitted = evicted = 0
     room = free
     for least in range(-1, len(inside)):

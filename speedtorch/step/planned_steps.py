@@ -129,7 +129,8 @@ class PlannedSteps:
     def disable_lookup_check(self) -> None:
         """Disables check_lookups() for ranks that exchange rows.
 
-        Each rank compares only the ids requested from it, possibly none: only some would raise.
+        Each rank would compare only the ids requested from it, possibly none, so that only some
+        ranks would raise.
         """
         self._checks_lookups = False
 

@@ -37,7 +37,7 @@ class ResidentStore(StoreInSlots):
     def exchange(
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
     ) -> None:
-        """As RowStore.exchange; reads missing rows from the file first."""
+        """Like RowStore.exchange; reads missing rows from the file first."""
         _refuse_capture(outgoing or incoming)
         if not self._resident.is_open:
             super().exchange(names, outgoing, incoming)  # raises if the table is closed
@@ -56,7 +56,7 @@ class ResidentStore(StoreInSlots):
                 self._exchange(names, host_fields, None, part)
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
-        """As RowStore.exchange_counted; the host waits for the numbers of rows."""
+        """Like RowStore.exchange_counted; the host waits for the numbers of rows."""
         _refuse_capture(outgoing)
         self.exchange(names, _counted_block(outgoing), None)
         self.exchange(names, None, _counted_block(incoming))
@@ -67,14 +67,14 @@ class ResidentStore(StoreInSlots):
             self._resident.read_ahead(torch.cat(own))
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
-        """As RowStore.read, after changed records among `ids` are written to the file."""
+        """Like RowStore.read, after changed records among `ids` are written to the file."""
         self._table.field(name)  # raises if the table is closed
         wait_for_rows(None)  # another module of the table may train its rows on a GPU
         self._resident.write(ids.reshape(-1).to("cpu", torch.int64))
         super().read(ids, out, name)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """As RowStore.write; first writes all resident rows to the file."""
+        """Like RowStore.write; first writes all resident rows to the file."""
         self._table.field("weight")  # raises if the table is closed
         with reading_only(False):
             self._resident.write_back()
@@ -101,7 +101,7 @@ class ResidentStore(StoreInSlots):
         ids, number = torch.cat([out.ids, into.ids]).cpu(), len(out.ids)
         table = self._table.table_of("weight")
         of_file = [self._table.table_of(name) is table for name in names]
-        others = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
+        in_host_memory = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
         with self._resident.slots(ids, number) as slots:
             chosen = [(k, name) for k, name in enumerate(names) if of_file[k]]
             exchange_rows(
@@ -111,12 +111,12 @@ class ResidentStore(StoreInSlots):
                 [into.rows[k] for k, _ in chosen],
                 *_by_slot(into, slots[number:]),
             )
-            if others:
+            if in_host_memory:
                 exchange_rows(
-                    [host_fields[k] for k in others],
-                    [out.rows[k] for k in others],
+                    [host_fields[k] for k in in_host_memory],
+                    [out.rows[k] for k in in_host_memory],
                     *(out.ids, out.places),
-                    [into.rows[k] for k in others],
+                    [into.rows[k] for k in in_host_memory],
                     *(into.ids, into.places),
                 )
 
@@ -132,7 +132,7 @@ def store_of(
 
 
 def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots of a block's ids, ascending, and their places in the block."""
+    """The slots of a block's ids, ascending, and the place in the block for each slot."""
     slots, order = slots.sort()
     if block.ids.is_cuda:
         slots, order = slots.to(block.ids.device), order.to(block.ids.device)
@@ -140,7 +140,7 @@ def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts_of(block: Block | None, most: int) -> Iterator[Block]:
-    """Splits a block into parts with at most so many ids."""
+    """Splits a block into parts with at most `most` ids."""
     if block is None:
         return
     for begin in range(0, len(block.ids), most):

@@ -25,9 +25,9 @@ _EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 class Rounding:
     """Rounds the step's float32 rows, after each step, to numbers that 16 bits store.
 
-    Random numbers are a function of a key (seed, step), the row id, the field and the column. So a
-    row has the same random numbers on the CPU and a GPU, with and without a cache, beside any other
-    rows of the batch and on any rank.
+    Random numbers are a function of a key (seed, step), the row id, the field and the column. A row
+    therefore has the same random numbers on the CPU and a GPU, with and without a cache, in any
+    batch and on any rank.
 
     Args:
         stored: The dtypes of fields that the table stores in 16 bits, by name.
@@ -36,7 +36,7 @@ class Rounding:
         shard_spec: The rows of a larger table to which the ids refer, or None.
 
     Attributes:
-        stored: As given.
+        stored: The argument of this name.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class RowStore:
 
     Attributes:
         rows, row_shape: The number of rows, and the shape of a row of the weight.
-        held_dtype: As given.
+        held_dtype: The argument of this name.
         stored: The dtypes of the fields that are stored in 16 bits, by name.
         can_wait: Whether load_batch() accepts `evicts=False`.
         reads_ahead: Whether read_ahead() has an effect.
@@ -274,7 +274,7 @@ class StoreInSlots(RowStore):
     can_wait = False
 
     def load(self, names: Iterable[str], outgoing: Block, ids: Tensor) -> list[Tensor]:
-        """As RowStore.load."""
+        """See RowStore.load."""
         rows = [field.new_empty((ids.shape[0], *field.shape[1:])) for field in outgoing.rows]
         self.exchange(names, outgoing, Block(rows, ids))
         return rows
@@ -289,7 +289,7 @@ class StoreInSlots(RowStore):
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """As RowStore.load_batch; `evicts` must be true."""
+        """Like RowStore.load_batch; `evicts` must be true."""
         assert evicts
         made = count_batch(ids, outgoing.ids, rows, padding)
         return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]

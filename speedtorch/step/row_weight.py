@@ -554,7 +554,7 @@ def _with_gradient(
         result = _without_gradient(func, name, args, kwargs)
 
     def with_refusal(leaf: Any) -> Any:
-        """Gives a floating-point result the backward that raises."""
+        """Attaches the backward that raises to a floating-point result."""
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             return leaf
         if isinstance(leaf, RowWeight):
@@ -600,7 +600,7 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
     if name == "requires_grad" and access == "__set__":
         _require_gradient(weight, args[1])
         return None
-    if name == "__cuda_array_interface__":  # AttributeError, as libraries call hasattr()
+    if name == "__cuda_array_interface__":  # AttributeError, because libraries call hasattr()
         reason = "it has no memory on a device"
         raise AttributeError(str(_refused(weight, f"{name} of", reason, 'emb.table["weight"]')))
     with as_plain():

@@ -129,7 +129,7 @@ class Step(NamedTuple):
     planned_parts: int = 0
     """The number of parts of the planned batches."""
     since: int = 0
-    """The first step whose graphs may add a gradient: no optimizer has stepped rows since."""
+    """The first step whose graphs may add a gradient, as no optimizer has stepped since."""
     before: Step | None = None
     """The step before, without its rows, if this step began together with steps of other tables
     and no lookup has used its rows yet."""

@@ -99,7 +99,7 @@ class SteppedRows:
         written = is_changed = view.was_written()
         if self.call is not None:
             call, number, had_gradient = self.call
-            # A closure creates it within the step; after an exception zero_grad() may remove it.
+            # A closure creates the gradient within the step; zero_grad() may remove it afterwards.
             has_gradient = had_gradient or view.parameter.grad is not None
             if call.done:
                 call.stop()  # an interrupt may have skipped this call
@@ -138,7 +138,7 @@ class SteppedRows:
         held.view.change(now, lambda rows: store.round(held.fields, now.ids, rows))
 
     def _differs_from(self, before: Rows) -> bool:
-        """Whether a step changed the rows `before` it; called if every learning rate was 0.
+        """Whether a step changed the rows from `before`; called if every learning rate was 0.
 
         torch.distributed.checkpoint creates optimizer state by a step of rate 0, and then loads
         into the table's memory. Writing unchanged rows back would overwrite the loaded rows.

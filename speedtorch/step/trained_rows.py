@@ -310,7 +310,7 @@ class _RowsOfStep(torch.autograd.Function):
 class _SummedLookup(torch.autograd.Function):
     """A lookup of the step's rows whose backward sums gradients by the batch plan.
 
-    The result is torch's embedding, in a third of the time on a GPU, because the plan is sorted.
+    The result equals torch's embedding, in a third of the time on a GPU: the plan is sorted.
     """
 
     @staticmethod
@@ -374,7 +374,7 @@ def _renormalize(rows: Tensor, positions: Tensor, max_norm: float, norm_type: fl
 
 
 def check_once(gradient: Tensor) -> None:
-    """Called with gradients enabled: NotImplementedError in a backward with create_graph=True."""
+    """Raises NotImplementedError in a backward with create_graph=True (gradients are enabled)."""
     if gradient.requires_grad:
         raise NotImplementedError(
             "an Embedding does not support gradients of gradients. Use torch.nn.Embedding."

@@ -392,7 +392,7 @@ def _named_rows(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, 
 
 
 def _with_gradient(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The ascending ids and the rows of a gradient: stored rows of a sparse, nonzero of a dense."""
+    """The ascending ids and the rows of a gradient: stored if sparse, nonzero if dense."""
     if isinstance(gradient, SparseRows):
         content = gradient.content
         if content.dense is None and content.fill == 0:

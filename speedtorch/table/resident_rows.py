@@ -170,12 +170,12 @@ class ResidentRows:
     def report(self) -> ResidentReport:
         """Returns what ResidentReport documents."""
         rows, hits, misses, reads, writes, wait_ns, ahead = resident_counts(self._handle).tolist()
-        record_bytes, asked = self._slots.record_bytes, hits + misses
+        record_bytes, lookups = self._slots.record_bytes, hits + misses
         return ResidentReport(
             slots=self.count,
             rows=rows,
             nbytes=self.count * record_bytes,
-            hit_rate=hits / asked if asked else float("nan"),
+            hit_rate=hits / lookups if lookups else float("nan"),
             reads=reads,
             writes=writes,
             read_bytes=reads * record_bytes,

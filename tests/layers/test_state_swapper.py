@@ -143,10 +143,10 @@ def test_steps_are_those_with_all_state_on_the_device(
     assert ours.swapper is not None
     report = ours.swapper.report()
     assert report.device_bytes <= max(0, budget - 1)
-    assert (report.pieces == 1) == (budget == 1 << 20)
+    assert (report.num_buckets == 1) == (budget == 1 << 20)
     ours.swapper.close()
     assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
-    assert ours.swapper.report().pieces == 0
+    assert ours.swapper.report().num_buckets == 0
 
 
 def test_state_is_on_the_host_between_steps(device: str) -> None:
@@ -173,7 +173,7 @@ def test_a_step_copies_state_once_each_way(fused: bool, device: str) -> None:
     before = swapper.report()
     optimizer.step()
     after = swapper.report()
-    assert after.pieces > 3
+    assert after.num_buckets > 3
     assert after.bytes_in - before.bytes_in == after.host_bytes
     assert after.bytes_out - before.bytes_out == after.host_bytes
 
@@ -197,7 +197,7 @@ def test_state_within_the_budget_remains_on_the_device(
         after = swapper.report()
         moved = after.bytes_in - before.bytes_in, after.bytes_out - before.bytes_out
         assert moved == ((8 * 1024, 8 * 1024) if number == 2 else (6 * 1024, 6 * 1024))
-        assert (after.pieces, after.device_bytes) == (8, 2 * 1024)
+        assert (after.num_buckets, after.device_bytes) == (8, 2 * 1024)
     kept = [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
     assert [tensor.device.type for tensor in kept] == 2 * [device] + 6 * ["cpu"]
     saved = copies(dict(enumerate(kept)))
@@ -702,7 +702,7 @@ def test_dropped_parameters_use_no_host_memory(device: str) -> None:
         del ours.optimizer.param_groups[1], ours.optimizer.state[more], more
     ours.step()
     after = ours.swapper.report()
-    assert (after.pieces, after.host_bytes) == (before.pieces, before.host_bytes)
+    assert (after.num_buckets, after.host_bytes) == (before.num_buckets, before.host_bytes)
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing_and_is_not_kept(device: str) -> None:
@@ -740,7 +740,7 @@ def test_a_model_may_move_to_another_device_before_its_first_step() -> None:
     assert_equal(ours.tensors(), train(None).tensors())
     kept = ours.optimizer.state[next(ours.model.parameters())]
     assert kept["exp_avg"].device.type == "cpu"
-    assert ours.swapper is not None and ours.swapper.report().pieces > 1
+    assert ours.swapper is not None and ours.swapper.report().num_buckets > 1
 
 
 def test_wrong_arguments_raise(device: str) -> None:

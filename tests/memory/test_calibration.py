@@ -181,7 +181,7 @@ def test_costs_that_no_machine_has_are_not_believed(
 def test_costs_of_another_gpu_are_not_believed(caplog: pytest.LogCaptureFixture) -> None:
     path = written(figures([1.0] * 30, gpu="another"))
     assert_not_used(path, caplog)
-    assert "the costs are of 'another', but this GPU is" in caplog.text
+    assert "costs measured on 'another', but this GPU is" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "link to itself", "huge file"])
