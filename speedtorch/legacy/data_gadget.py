@@ -126,8 +126,8 @@ class GadgetSwitcher(OneField):
             dataObject: The values, on any device, with the shape that getData returns for these
                 indexes or a shape that NumPy would broadcast to it. Another dtype is cast to the
                 rows' dtype as in a NumPy assignment: torch warns and drops an imaginary part.
-            indexes: As for getData.
-            retrievedNegIndexes: As for getData.
+            indexes: See getData.
+            retrievedNegIndexes: See getData.
 
         Raises:
             IndexError: An id is out of range; nothing has changed.

@@ -176,8 +176,8 @@ class TableCollection(nn.Module):
             *features: The features of each lookup.
 
         Raises:
-            As for Embedding.announce, with the table and the feature in the message. No table has
-            an announcement then.
+            The exceptions of Embedding.announce, with the table and the feature in the message.
+            After an exception, no table has an announcement.
         """
         groups = trained(self._groups())
         try:

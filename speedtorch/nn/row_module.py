@@ -475,7 +475,7 @@ class RowModule(nn.Module):
             **kwargs: Passed to `function`.
 
         Raises:
-            TypeError, ValueError: As `HostTable.init_`, at once or at first use.
+            TypeError, ValueError: See `HostTable.init_`. Raised at once or at first use.
 
         Example:
             >>> import speedtorch

@@ -585,7 +585,7 @@ _later_checks: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def raises_later(check: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Registers a method for synchronize(), which raises a GPU's errors while its object lives."""
+    """Makes synchronize() call a method that raises a GPU's errors, while its object lives."""
     _later_checks[:] = [method for method in _later_checks if method() is not None]
     _later_checks.append(check)
 

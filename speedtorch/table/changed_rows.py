@@ -1,8 +1,8 @@
 """ChangedRows: which rows of a table were written since a version of the table.
 
 Versions are numbers from 1 on. For each row, the version of its last write is recorded. The record
-is on the device that has the ids of the write. So the host does not wait to record a write, and a
-CUDA graph can contain the recording.
+is on the device that has the ids of the write. Therefore the host does not wait to record a write,
+and a CUDA graph can contain the recording.
 """
 
 from __future__ import annotations

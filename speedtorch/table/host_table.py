@@ -159,7 +159,8 @@ class HostTable:
             place. Otherwise "".
         memory_beside: The kind of memory for tables that modules make beside this one.
         writable: Whether rows can be written. False for a mapped file.
-        dim, dtype: The weight's. Without a weight, None and the fields' common dtype, if any.
+        dim, dtype: Columns (or row shape) and dtype of the weight. Without a weight, None and the
+            fields' common dtype, if any.
         device: The device of the table's tensors: the CPU, or a GPU with memory="cuda".
         fields: Name to (row shape, dtype).
         record_bytes, nbytes: Bytes from one record to the next, and of the whole table.

@@ -1,4 +1,4 @@
-"""What the demonstrations of word vectors share: a text, nearest words and the saved vectors."""
+"""The common part of the word vector demonstrations: a text, nearest words, saved vectors."""
 
 from __future__ import annotations
 
