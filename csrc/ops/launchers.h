@@ -394,8 +394,8 @@ struct Fitting {
     return status->distinct > capacity ? Misfit::kTooMany : Misfit::kNone;
   }
   // Records a batch that does not fit. For the first such batch, fills `fault` except for its kind,
-  // and returns the Misfit, which the caller writes to fault->kind last: a reader that sees a kind
-  // then sees the other fields. Returns kNone for later batches, and if the batch fits.
+  // and returns the Misfit. The caller writes this to fault->kind last, so that a reader that sees
+  // a kind also sees the other fields. Returns kNone for later batches, and if the batch fits.
   constexpr Misfit record() const {
     if (halt[0] != 0) {
       ++halt[1];

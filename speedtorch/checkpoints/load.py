@@ -64,7 +64,7 @@ def load(
             RuntimeWarning names both.
         since: The number of the checkpoint that the parts have now. If the loaded checkpoint is
             this one or builds on it (`save(base=)`), only later changes are read and written to the
-            tables, and other threads may look up rows meanwhile. Otherwise everything is loaded.
+            tables. Other threads may look up rows meanwhile. Otherwise everything is loaded.
         verify: Compare all bytes that are read with their digests.
         progress: See save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().

@@ -77,9 +77,10 @@ def save(
             except for bases that the kept ones need.
         base: The number of a checkpoint of this folder. Only rows of tables that have changed since
             then are written. A table that does not track changes (for sharded rows: on one of the
-            ranks) is written as a whole, and tracks changes from then on, unless a CUDA graph uses
-            the table (HostTable.track_changes). After 256 such saves in a row all rows are written,
-            and Saved.base is None. No other process may save to the folder at the same time.
+            ranks) is written as a whole. Such a table tracks changes from then on, unless a CUDA
+            graph uses it (HostTable.track_changes). After 256 such saves in a row all rows are
+            written, and Saved.base is None. No other process may save to the folder at the same
+            time.
         progress: Shows a bar on stderr: always (True), never (False), or if the save takes longer
             than a moment and stderr is a terminal (None). There is no bar for sharded rows.
         **parts: The parts by names of your own, such as `model=`, `optimizer=`, `scheduler=`,

@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def chunk_count(nbytes: int) -> int:
-    """The number of chunks of a file of `nbytes` bytes."""
+    """The number of chunks in `nbytes` bytes."""
     return -(-nbytes // CHUNK_BYTES)
 
 
@@ -39,7 +39,7 @@ def digests_of(
     on_bytes: Callable[[int], object] = lambda count: None,
     digest_of: Callable[[memoryview], int] = crc32c,
 ) -> dict[int, int]:
-    """Returns the digests of some chunks of a file of `nbytes` bytes, by chunk number.
+    """Returns the digests of `chunks`, by chunk number, of a file with `nbytes` bytes.
 
     After each chunk, `on_bytes` is called with the number of bytes read.
     """

@@ -88,9 +88,9 @@ class OffloadedModule:
     `parameter.data`, which change no version.
 
     The constructor and methods that move the module raise TypeError or ValueError for a tensor that
-    cannot be moved, MemoryError if the host has too little memory for new tensors, and RuntimeError
-    (torch.OutOfMemoryError) if the device has too little. The module then remains where it was, or
-    its prefetched tensors are on the device.
+    cannot be moved. Too little host memory for new tensors raises MemoryError, and too little
+    device memory raises RuntimeError (torch.OutOfMemoryError). After an error the module remains
+    where it was, or its prefetched tensors are on the device.
 
     `before_gradients` is called with this object when a backward reaches the module and there is no
     AutoLoader.

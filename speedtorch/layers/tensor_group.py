@@ -96,7 +96,7 @@ class TensorGroup:
         """Starts a copy of the host buffer to the device if it seems to contain all these tensors.
 
         A check of thousands of tensors is slow, so the copy starts before the check in prefetch()
-        or load(), which must be called next with the result as `begun`. No tensor changes.
+        or load(). Call one of these next, with the result as `begun`. No tensor changes.
         """
         if self.buffer.is_filled or self.buffer.memory_at(tensors) is not Memory.HOST:
             return False

@@ -17,9 +17,8 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the most frequently loaded rows and their optimizer state in device memory.
 
     A cache does not change the results of a step. Cached rows do not cross the link (PCIe or
-    NVLink-C2C).
-    With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows (docs/cache.md).
-    If all ids are equally frequent, a cache saves its share of the rows.
+    NVLink-C2C). With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows
+    (docs/cache.md). If all ids are equally frequent, a cache saves its share of the rows.
 
     The cache selects the most frequently loaded rows between two steps (with speedtorch.graphed,
     between two replays), after 4, 16, 64 and then every 64 exchanges. A row replaces another only

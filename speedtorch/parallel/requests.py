@@ -1,9 +1,9 @@
 """Requests: sends ids to the ranks that own their rows, at a lookup or ahead of it.
 
 A lookup sends each unique id once. Ids of an announced or prefetched batch are sent early. The
-lookup finds its request again by the identity of the tensor of ids, never by values, because all
-ranks run the same code on different values. A request serves one lookup. A rank that passes one
-tensor (such as an empty one) to several lookups therefore sends as many requests as other ranks.
+lookup recognizes its request by the identity of the ids tensor, never by values: all ranks run the
+same code on different values. A request serves one lookup. A rank that passes one tensor (such as
+an empty one) to several lookups therefore sends as many requests as other ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["CacheBudget", "CachedRows", "Need", "even_shares"]
 
 
 class Need(NamedTuple):
-    """The size of a cache of all rows of a table."""
+    """The size of a cache that has all rows of a table."""
 
     rows: int
     row_bytes: int
@@ -32,7 +32,7 @@ class Need(NamedTuple):
         return self.rows * self.slot_bytes
 
     def slots(self, nbytes: int) -> int:
-        """The number of slots of a cache of `nbytes`."""
+        """The number of slots in a cache of `nbytes`."""
         return min(self.rows, nbytes // self.slot_bytes)
 
 

@@ -181,7 +181,7 @@ class Step(NamedTuple):
         )
 
     def part(self, number: int, part: int) -> LookupPlaces:
-        """The positions of a part of one of the step's batches."""
+        """The positions of part `part` of batch `number` in the step."""
         batch = self.batches[number]
         places = self.places.get(number)
         if places is None and batch.ids is not self.ids:  # the step has rows of other batches, too

@@ -168,8 +168,9 @@ class SteppedRows:
     def check_threads(self) -> None:
         """Raises RuntimeError if an optimizer's step would conflict with another thread.
 
-        The other thread runs step() on the same rows, or has a lookup without its backward, whose
-        rows this step would change before their gradient is complete. The caller holds `lock`.
+        The other thread runs step() on the same rows, or has a lookup without its backward. This
+        step would change the lookup's rows before their gradient is complete. The caller holds
+        `lock`.
         """
         if self.call is not None:
             self.await_step()
