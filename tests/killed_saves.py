@@ -107,6 +107,37 @@ class Deltas(Run):
         assert len(os.listdir(self.folder)) <= 4 + 7
 
 
+class Resident(Deltas):
+    """Rows of a file of which few are resident; a killed process has trained and read them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files = folder.with_name(f"{folder.name} files")
+        self.files.mkdir()
+
+    def save(self, step: int) -> None:
+        path = self.files / str(step)
+        table = speedtorch.HostTable(50, 2, memory="file", path=path, resident="64B")
+        weight = speedtorch.Embedding.from_pretrained(table, freeze=False)
+        optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
+        table.zeros_()
+        for first in range(5):  # row r is -r - first - step after the step of `first`
+            ids = torch.arange(first, 50, 5)
+            (weight(ids) * (ids + first + step)[:, None]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = [[float(-row - row % 5 - step)] * 2 for row in range(50)]
+        speedtorch.save(self.folder, keep=4, rows=weight, step=step, expected=expected)
+        os.unlink(path)
+
+    def step(self) -> int:
+        for number in generations_of(str(self.folder)):
+            found = speedtorch.load(self.folder, generation=number)
+            assert found["rows"]["weight"].tolist() == found["expected"]
+        step: int = found["step"]
+        return step
+
+
 FIELDS = ("weight", "exp_avg", "exp_avg_sq")
 TURNS = soaked(1, 21)
 """Runs of the tests that kill: over 10,000 kills in a whole soak."""
@@ -179,6 +210,7 @@ def main(kind: str, folder: Path, turn: int = 0) -> None:
         "run": Run,
         "background": Background,
         "deltas": Deltas,
+        "resident": Resident,
         "table": lambda folder: Table(folder, anew=False),
         "first table": lambda folder: Table(folder, anew=True),
     }

@@ -342,7 +342,7 @@ def test_too_small_a_disk_raises_before_anything_is_written(
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(TURNS))
-@pytest.mark.parametrize("kind", ["run", "background", "deltas"])
+@pytest.mark.parametrize("kind", ["run", "background", "deltas", "resident"])
 def test_a_save_that_is_killed_at_any_call_leaves_the_old_or_the_new_run(
     kind: str, turn: int, tmp_path: Path
 ) -> None:
