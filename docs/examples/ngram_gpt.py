@@ -10,6 +10,7 @@ without tables, for the same number of steps. With --save or --resume it trains 
     python ngram_gpt.py --steps 200 --save gpt.pt
     python ngram_gpt.py --steps 400 --resume gpt.pt  # the numbers of 400 steps in one run
     python ngram_gpt.py --stored bfloat16 --state rowwise  # a fifth of the host memory
+    python ngram_gpt.py --disk rows --resident 8MiB  # the same numbers, with tables in files
     python ngram_gpt.py --recompute  # the same numbers, with activations computed twice
     torchrun --nproc-per-node 2 ngram_gpt.py  # each rank has half of the rows
 """
@@ -35,6 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORDERS = (2, 3)  # bytes of an n-gram
 # The optimizer state with an entry per element of a row. RowWiseAdagrad has one entry per row.
 FIELDS = {"adam": ("exp_avg", "exp_avg_sq"), "rowwise": ()}
+FIELDS_OF_ROWS = {"adam": (), "rowwise": ("sum",)}
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -79,8 +81,8 @@ def hashed(text: Tensor, order: int, rows: int) -> Tensor:
 class Texts:
     """Training and validation bytes, with the ids of their n-grams."""
 
-    def __init__(self, text: Tensor, context: int, rows: int) -> None:
-        self.text, self.context = text, context
+    def __init__(self, text: Tensor, context: int, rows: int, ids_on: str = DEVICE) -> None:
+        self.text, self.context, self.ids_on = text, context, ids_on
         self.ids = [hashed(text, order, rows) for order in ORDERS]
         self.cut = len(text) * 9 // 10  # the last tenth is for validation
         if len(text) - self.cut <= context:
@@ -90,7 +92,7 @@ class Texts:
         """Returns the samples that begin at `starts` `[samples]`."""
         places = starts[:, None] + torch.arange(self.context)
         inputs, targets = self.text[places].to(DEVICE), self.text[places + 1].to(DEVICE)
-        return Part(inputs, targets, [ids[places].to(DEVICE) for ids in self.ids])
+        return Part(inputs, targets, [ids[places].to(self.ids_on) for ids in self.ids])
 
     def steps(self, first: int, last: int, parts: int, size: int) -> Iterator[list[Part]]:
         """Yields the micro-batches of each step that this rank trains.
@@ -129,6 +131,18 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.before_mlp(x))))
 
 
+def file_table(chosen: argparse.Namespace, rows: int, order: int) -> speedtorch.HostTable:
+    """Returns a table in a file, of which the most used rows are in host memory."""
+    dtype = getattr(torch, chosen.stored)
+    state = dict.fromkeys(FIELDS[chosen.state], (chosen.width, dtype))
+    state |= dict.fromkeys(FIELDS_OF_ROWS[chosen.state], (1, torch.float32))
+    chosen.disk.mkdir(exist_ok=True)
+    path = chosen.disk / f"rows of {order} bytes"
+    return speedtorch.HostTable(
+        rows, chosen.width, dtype, state, "file", path=path, resident=chosen.resident
+    )
+
+
 class GPT(nn.Module):
     """Predicts the next byte."""
 
@@ -146,7 +160,11 @@ class GPT(nn.Module):
         settings: dict[str, Any] = {"sparse": True, "device": DEVICE}
         if chosen.stored == "bfloat16":
             settings["stored"] = dict.fromkeys(("weight", *FIELDS[chosen.state]), torch.bfloat16)
-        self.tables = nn.ModuleList(kind(rows, width, **settings) for _ in (ORDERS if rows else ()))
+        self.tables = nn.ModuleList()
+        for order in ORDERS if rows else ():
+            if chosen.disk:
+                settings["_weight"] = file_table(chosen, rows, order)
+            self.tables.append(kind(rows, width, **settings))
         for table in self.tables:
             nn.init.zeros_(table.weight)
 
@@ -266,6 +284,8 @@ def main(arguments: list[str] | None = None) -> list[Trained]:
         default="float32",
         help="dtype of rows and Adam's moments in the tables",
     )
+    parser.add_argument("--disk", type=Path, help="a folder for files with the rows of the tables")
+    parser.add_argument("--resident", default="64MiB", help="host memory of a table's used rows")
     parser.add_argument(
         "--state", choices=FIELDS, default="adam", help="SparseAdam, or RowWiseAdagrad"
     )
@@ -276,9 +296,14 @@ def main(arguments: list[str] | None = None) -> list[Trained]:
     rank, ranks = rank_and_ranks()
     if chosen.plain and (ranks > 1 or chosen.stored != "float32"):
         parser.error("--plain requires one rank and --stored float32")
+    if chosen.disk and (chosen.plain or ranks > 1):
+        parser.error("--disk requires one rank and no --plain")
     if chosen.parts % ranks:
         parser.error(f"--parts must be a multiple of {ranks} ranks, got {chosen.parts}")
-    texts = Texts(text_of(chosen.file), chosen.context, chosen.rows)
+    # Rows in files are read ahead if their ids are on the CPU.
+    texts = Texts(
+        text_of(chosen.file), chosen.context, chosen.rows, "cpu" if chosen.disk else DEVICE
+    )
     both = not (chosen.save or chosen.resume)
     found = []
     for rows in (chosen.rows, 0) if both else (chosen.rows,):

@@ -254,12 +254,12 @@ def test_gpts_ids_depend_on_the_last_bytes_alone() -> None:
 @pytest.mark.usefixtures("own_folder")
 def test_the_commands_of_gpts_page_run(short_text: list[str]) -> None:
     small = [*GPT, "--context", "16", "--size", "2", *short_text]
-    (whole, _), (plain, _), (first,), (rest,), (stored, _), (again, _) = run_commands(
+    (whole, _), (plain, _), (first,), (rest,), (stored, _), (disk, _), (again, _) = run_commands(
         "example_ngram_gpt", "ngram_gpt", *small
     )
     assert torch.cuda.is_available() or plain.losses == whole.losses
     assert first.losses == whole.losses and len(rest.losses) == len(first.losses)
-    assert again.losses == whole.losses
+    assert again.losses == disk.losses == whole.losses
     assert stored.state["tables.0.weight"].dtype == torch.bfloat16
 
 
