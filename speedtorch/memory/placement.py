@@ -175,18 +175,18 @@ class _FilePlacement(Placement):
 
     def __init__(self, count: int, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
-        self.data, self._descriptor = system_calls.map_new_file(self.path, count)
-        self._closer = weakref.finalize(self, system_calls.calls.close, self._descriptor)
-        self.descriptor = self._descriptor
+        self.data, descriptor = system_calls.map_new_file(self.path, count)
+        self._closer = weakref.finalize(self, system_calls.calls.close, descriptor)
+        self.descriptor: int = descriptor
 
     def check(self) -> None:
         """Raises ValueError if the file was truncated, because a read would end the process."""
-        check_size(str(self.path), os.fstat(self._descriptor).st_size, self.data.numel())
+        check_size(str(self.path), os.fstat(self.descriptor).st_size, self.data.numel())
 
     def flush(self) -> None:
         """See Placement."""
         self.settle()
-        system_calls.calls.fsync(self._descriptor)
+        system_calls.calls.fsync(self.descriptor)
 
     def release(self) -> None:
         """Closes the file."""
