@@ -241,7 +241,7 @@ def check_folder(folder: str, nbytes: int) -> Finding:
 
 
 def _random_reads(descriptor: int, nbytes: int) -> float | None:
-    """Reads pages of a file in random order as a table with resident rows does; pages a second.
+    """Measures random reads of pages, as a table with resident rows reads; pages per second.
 
     Returns None for a file of less than a page.
     """

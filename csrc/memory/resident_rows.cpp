@@ -25,8 +25,8 @@ constexpr int64_t kMaxThreads = 32;
 constexpr int64_t kCallsPerThread = 16;
 // The maximum number of consecutive records in one call; less than IOV_MAX.
 constexpr int64_t kRecordsPerCall = 256;
-// The maximum number of records that the calling thread reads from the page cache. It reads a
-// record in about 1 us, and starting the threads takes about as long as reading so many.
+// The maximum number of records that the calling thread reads from the page cache. A record takes
+// about 1 us, so that this many take about as long as the start of the threads.
 constexpr size_t kReadsWithoutThreads = 512;
 // read_ahead() reads pages, as the page cache does, and neighbouring pages in one call.
 constexpr int64_t kPageBytes = 4096;

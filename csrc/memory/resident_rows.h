@@ -50,7 +50,7 @@ class ResidentRows {
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
                    int64_t* slots);
   // Begins to read the records of rows that have no slot into the page cache, where find() reads
-  // them without a wait. Ignores errors, invalid rows, and calls while earlier ones still read.
+  // them without a wait. Ignores errors and invalid rows. Does nothing while 3 calls still read.
   void read_ahead(const int64_t* rows, int64_t count);
   // Ends a lease. Does nothing if there is none.
   void release(int64_t lease);

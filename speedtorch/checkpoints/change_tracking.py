@@ -126,9 +126,8 @@ def remember(digest: str, versions: SavedVersions) -> None:
 def write_changes(tensors: Sequence[ChangedTensor], base: str) -> SavedVersions:
     """Writes the changed rows of tensors to their tables; skips rows of other ranks.
 
-    Returns the tables' versions after the writes, of the tensors that are now known to have all
-    rows of the loaded checkpoint: before, their tables had the rows of the checkpoint with the
-    digest `base`, except for rows that are written here.
+    Returns the versions of tensors that then have all rows of the loaded checkpoint. Before the
+    writes, all other rows of such a tensor were those of the checkpoint with the digest `base`.
     """
     known = {given.key: given.tensor for given in tensors if _differs_only_in(given, base)}
     for given in tensors:

@@ -194,9 +194,10 @@ class SavedGeneration:
     def changes_in(
         self, links: Sequence[SavedGeneration]
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """By key the ids and rows that `links`, the latest of the chain, changed, in writing order.
+        """Returns, by key, the ids and rows that `links` have changed, in writing order.
 
-        Only has keys of which all of these links have changed rows.
+        `links` are the latest checkpoints of the chain. Tensors that one of these checkpoints has
+        as a whole are left out.
         """
         keys = [key for key in self._arrays if all(key in link.ids_of for link in links)]
         return {key: [link._rows(key) for link in reversed(links)] for key in keys}

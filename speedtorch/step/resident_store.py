@@ -62,7 +62,7 @@ class ResidentStore(StoreInSlots):
         self.exchange(names, None, _counted_block(incoming))
 
     def read_ahead(self, ids: Sequence[Tensor]) -> None:
-        """As RowStore.read_ahead."""
+        """See RowStore.read_ahead."""
         if own := [part.detach().reshape(-1).to(torch.int64) for part in ids if part.is_cpu]:
             self._resident.read_ahead(torch.cat(own))
 

@@ -1108,7 +1108,7 @@ class HostTable:
         self._current_placement().settle()
 
     def settle_to_read(self) -> None:
-        """As settle(), for a caller that writes no rows: resident rows remain in their slots."""
+        """Like settle(), for a caller that writes no rows: resident rows remain in their slots."""
         self._current_placement(only_reads=True).settle()
 
     def flush(self) -> None:

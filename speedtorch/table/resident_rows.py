@@ -75,7 +75,7 @@ class Slots(Protocol):
 
 
 class _Lease:
-    """Keeps slots until release(), at the latest until it is garbage."""
+    """Keeps slots until release(), at the latest until this object is freed."""
 
     def __init__(self, handle: int) -> None:
         self._handle, self.number = handle, next(_lease_numbers)
@@ -107,8 +107,8 @@ class ResidentRows:
         self._exchanges, self._counts_before, self._has_warned = 0, (0, 0, 0), False
         records = slots.record.view(torch.uint8).view(slots.rows, slots.record_bytes)
         self._handle = resident_open(records, descriptor)
-        # In a garbage cycle this runs before the last step's rows are written back, and those go
-        # to the mapped file.
+        # In a garbage cycle this finalizer runs before the last step's rows are written back. Those
+        # rows are then written to the mapped file.
         self._closer = weakref.finalize(self, _close, self._handle, path, self._process)
 
     @property
@@ -127,10 +127,10 @@ class ResidentRows:
 
     @contextmanager
     def slots(self, ids: Tensor, changing: int) -> Iterator[Tensor]:
-        """Enters a block with the slots of ids `[n]` on the CPU, which keep these rows until then.
+        """Context manager that yields the slots of ids `[n]` on the CPU, at most `count` ids.
 
-        The block writes the records of the first `changing` ids. At most `count` ids. Raises
-        OSError if the file cannot be read or written; no change is lost then.
+        The slots keep these rows until the end of the block, which writes the records of the first
+        `changing` ids. Raises OSError if the file cannot be read or written; no change is lost.
         """
         self._drop_inherited()
         self._exchanges += 1
@@ -150,7 +150,7 @@ class ResidentRows:
             resident_read_ahead(self._handle, ids)
 
     def write(self, ids: Tensor) -> None:
-        """Writes the changed records among these ids `[n]` to the file. Raises as slots().
+        """Writes the changed records among these ids `[n]` to the file. Raises like slots().
 
         The caller has waited for the GPU.
         """
@@ -159,7 +159,7 @@ class ResidentRows:
             _raise(resident_write(self._handle, ids, False), "writing", self._path)
 
     def write_back(self) -> None:
-        """Writes all changed records to the file. Raises as slots().
+        """Writes all changed records to the file. Raises like slots().
 
         Empties the slots, because the caller may change the file, except in reading_only().
         """
@@ -197,8 +197,8 @@ class ResidentRows:
                 f"{self._path}: {misses / (hits + misses):.0%} of the rows of the last {_WINDOW}"
                 f" exchanges were not among the {rows:,} resident rows"
                 f" ({text_of(rows * self._slots.record_bytes)}), and steps waited"
-                f" {wait_ns / 1e9:.2f} s for the file. Raise resident=, or pass the ids on the CPU"
-                " to prefetch(), which reads ahead.",
+                f" {wait_ns / 1e9:.2f} s for the file. Increase resident=, or pass the ids on the"
+                " CPU to prefetch(), which reads ahead.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -489,7 +489,7 @@ def test_wrong_arguments_make_no_file(
     assert not (tmp_path / "rows").exists()
 
 
-WARNING = r"\d+% of the rows of the last 4 .* not among the 20 resident rows .* Raise resident="
+WARNING = r"\d+% of the rows of the last 4 .* not among the 20 resident rows .* Increase resident="
 
 
 @pytest.mark.parametrize("slots", [20, ROWS])
