@@ -33,8 +33,8 @@ from speedtorch.ops.functions import (
     pinned_gather,
     pinned_scatter,
     resident_close,
-    resident_find,
     resident_open,
+    resident_slots,
     wait_for_rows,
 )
 
@@ -252,7 +252,7 @@ def _random_reads(descriptor: int, nbytes: int) -> float | None:
     try:
         ids = torch.randperm(pages)[:count]
         start = time.perf_counter()
-        _, failure = resident_find(handle, ids, 0, 0)
+        *_, failure = resident_slots(handle, ids, 0, 0)
         seconds = time.perf_counter() - start
     finally:
         resident_close(handle)

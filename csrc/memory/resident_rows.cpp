@@ -31,6 +31,8 @@ constexpr size_t kReadsWithoutThreads = 512;
 // read_ahead() reads pages, as the page cache does, and neighbouring pages in one call.
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kPagesPerCall = 32;
+// The number of rows between a prefetch instruction and the use of what it loads.
+constexpr int64_t kAhead = 16;
 // A loop that prefetches reads two batches ahead, or three.
 constexpr int kMaxReadersAhead = 3;
 
@@ -181,13 +183,22 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     call_ = 1;
   }
   std::vector<int64_t> missing;
+  const size_t mask = table_.size() - 1;
+  const auto first_place = [&](int64_t i) { return mixed(static_cast<uint64_t>(rows[i])) & mask; };
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t found = table_[place_of(rows[i])];
-    if (found == 0) {
+    // Each row misses the cache twice: its place in the table, and its slot.
+    if (i + 2 * kAhead < count) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
+    if (i + kAhead < count) {
+      if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
+        __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)], 1);
+      }
+    }
+    slots[i] = table_[place_of(rows[i])] - 1;
+    if (slots[i] < 0) {
       missing.push_back(rows[i]);
       continue;
     }
-    Slot& slot = slots_[static_cast<size_t>(found - 1)];
+    Slot& slot = slots_[static_cast<size_t>(slots[i])];
     if (slot.call != call_ && slot.chances < kMaxChances) ++slot.chances;
     slot.call = call_;
   }
@@ -216,7 +227,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     for (size_t k = 0; k < missing.size(); ++k) insert(missing[k], victims[k]);
   }
   for (int64_t i = 0; i < count; ++i) {
-    slots[i] = table_[place_of(rows[i])] - 1;
+    if (slots[i] < 0) slots[i] = table_[place_of(rows[i])] - 1;
     Slot& slot = slots_[static_cast<size_t>(slots[i])];
     if (i < changing) slot.is_changed = true;
     ++slot.leases;

@@ -1,14 +1,16 @@
-// resident_find, resident_read_ahead, resident_write and resident_counts: records of a file in
+// resident_slots, resident_read_ahead, resident_write and resident_counts: records of a file in
 // slots of host memory, by a handle of resident_open. Called by speedtorch/step/resident_store.py.
 
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/registration.h"
+#include "core/sort_positions.h"
 #include "memory/resident_rows.h"
 
 namespace speedtorch {
@@ -73,19 +75,36 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
   return made;
 }
 
-// Returns the slots of the rows, and [errno, row] of a file call that failed. The first `changing`
-// rows will be changed. The slots are kept until resident_release.
-Tensors resident_find(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
-  constexpr const char* kOp = "resident_find";
+// Finds the slots of two lists of rows; the first `changing` rows, which will be changed, are the
+// first list. Returns the slots of each list in ascending order, the positions of their rows in the
+// list, and [errno, row] of a file call that failed. The slots are kept until resident_release.
+Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
+  constexpr const char* kOp = "resident_slots";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "slots", found->memory);
   check_count(kOp, "changing", changing, rows.numel());
   check_count(kOp, "rows", rows.numel(), found->rows.slot_count());
-  const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
-  const std::scoped_lock lock(found->rows.mutex());
-  const FileFailure failure =
-      found->rows.find(data_of(rows), rows.numel(), changing, lease, data_of(slots));
-  return {slots, failure_of(kOp, failure, rows)};
+  const int64_t count = rows.numel();
+  const Tensor slots = new_tensor(kOp, {count}, ScalarType::Long, rows);
+  const Tensor order = new_tensor(kOp, {count}, ScalarType::Long, rows);
+  std::vector<int64_t> by_row(static_cast<size_t>(count));
+  FileFailure failure;
+  {
+    const std::scoped_lock lock(found->rows.mutex());
+    failure = found->rows.find(data_of(rows), count, changing, lease, by_row.data());
+  }
+  if (failure.error == 0) {
+    const auto sort = [&](int64_t begin, int64_t end) {
+      const int64_t* const own = by_row.data() + begin;
+      int64_t* const positions = data_of(order) + begin;
+      sort_positions(
+          end - begin, found->rows.slot_count() - 1, [&](int64_t i) { return own[i]; }, positions);
+      for (int64_t k = 0; k < end - begin; ++k) data_of(slots)[begin + k] = own[positions[k]];
+    };
+    sort(0, changing);
+    sort(changing, count);
+  }
+  return {slots, order, failure_of(kOp, failure, rows)};
 }
 
 // Begins to read records that have no slot into the page cache, and does not wait. A hint: invalid
@@ -151,8 +170,8 @@ Tensor resident_counts(int64_t handle) {
 const Ops kOps{
     {"resident_open(Tensor slots, int file) -> int", TORCH_BOX(&resident_open)},
     {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
-    {"resident_find(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
-     TORCH_BOX(&resident_find)},
+    {"resident_slots(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
+     TORCH_BOX(&resident_slots)},
     {"resident_read_ahead(int handle, Tensor rows) -> ()", TORCH_BOX(&resident_read_ahead)},
     {"resident_release(int handle, int lease) -> ()", TORCH_BOX(&resident_release)},
     {"resident_write(int handle, Tensor? rows, bool forgets) -> Tensor",

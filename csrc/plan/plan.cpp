@@ -6,53 +6,18 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
-#include <cstring>
-#include <memory>
 #include <string>
 
 #include "call/torch_calls.h"
 #include "core/gpu.h"
 #include "core/registration.h"
+#include "core/sort_positions.h"
 
 namespace speedtorch {
 namespace {
 
 enum PlanPart : size_t { kUnique, kInverse, kOrder, kOffsets, kStatus, kParts };
 constexpr const char* kPartNames[kParts] = {"unique", "inverse", "order", "offsets", "status"};
-
-// Positions 0..n-1 sorted by key, equal ids in position order. Least significant digit first.
-void sort_positions(const Ids& ids, const PlanTable& table, int64_t* order) {
-  constexpr int kDigitBits = 11;  // 2,048 counters of 8 bytes fit in the first-level cache
-  constexpr size_t kBuckets = size_t{1} << kDigitBits;
-  constexpr int64_t kFew = 512;  // a comparison sort of these is faster than clearing the counters
-  const int64_t n = ids.count;
-  for (int64_t i = 0; i < n; ++i) order[i] = i;
-  if (n <= kFew) {
-    std::array<std::pair<int64_t, int64_t>, kFew> keyed;
-    for (int64_t i = 0; i < n; ++i) keyed[static_cast<size_t>(i)] = {table.key_of(ids.at(i)), i};
-    std::sort(keyed.begin(), keyed.begin() + n);
-    for (int64_t i = 0; i < n; ++i) order[i] = keyed[static_cast<size_t>(i)].second;
-    return;
-  }
-  auto other = std::make_unique<int64_t[]>(static_cast<size_t>(n));
-  int64_t* from = order;
-  int64_t* to = other.get();
-  const int bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(table.last_key(), 0)));
-  for (int shift = 0; shift < bits; shift += kDigitBits) {
-    auto digit = [&](int64_t i) {
-      return (static_cast<uint64_t>(table.key_of(ids.at(i))) >> shift) & (kBuckets - 1);
-    };
-    std::array<int64_t, kBuckets> next{};
-    for (int64_t i = 0; i < n; ++i) ++next[digit(i)];
-    int64_t sum = 0;
-    for (int64_t& bucket : next) bucket = std::exchange(sum, sum + bucket);
-    for (int64_t i = 0; i < n; ++i) to[next[digit(from[i])]++] = from[i];
-    std::swap(from, to);
-  }
-  if (from != order) std::memcpy(order, from, static_cast<size_t>(n) * sizeof(int64_t));
-}
 
 PlanView view_of(const Tensors& plan, int64_t count) {
   return {.unique = data_of(plan[kUnique]),
@@ -66,7 +31,8 @@ PlanView view_of(const Tensors& plan, int64_t count) {
 
 void fill_plan_on_cpu(const Ids& ids, const PlanTable& table, const PlanView& plan) {
   const int64_t n = ids.count;
-  if (n > 0) sort_positions(ids, table, plan.order);
+  sort_positions(
+      n, table.last_key(), [&](int64_t i) { return table.key_of(ids.at(i)); }, plan.order);
   int64_t distinct = 0, repeat = n, trained = n;  // entries before the padding's
   for (int64_t i = 0; i < n; ++i) {
     const int64_t position = plan.order[i], id = ids.at(position);

@@ -385,12 +385,13 @@ resident_close: Callable[[int], None] = _ops.resident_close
 """Forgets a handle and releases its slots."""
 
 
-resident_find: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_find
+resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slots
 """Finds the slots of rows: `(handle, rows, changing, lease)`. Reads records that have no slot.
 
-Returns the slots, and the errno and the row of a file call that failed, or 0. The first `changing`
-rows count as changed. A row that leaves its slot is first written to the file if it has changed.
-The slots keep their rows until resident_release(handle, lease).
+The first `changing` rows, which then count as changed, and the other rows are two lists. Returns
+the slots of each list in ascending order, the positions of their rows in the list, and the errno
+and the row of a file call that failed, or 0. A changed row that leaves its slot is first written to
+the file. The slots keep their rows until resident_release(handle, lease).
 """
 
 
@@ -402,7 +403,7 @@ Ignores invalid rows and errors of the file, and does nothing while three such c
 
 
 resident_release: Callable[[int, int], None] = _ops.resident_release
-"""Ends a lease of resident_find: `(handle, lease)`. Does nothing without such a handle or lease."""
+"""Ends a lease of resident_slots: `(handle, lease)`. Does nothing if there is no such lease."""
 
 
 resident_write: Callable[..., Tensor] = _ops.resident_write
@@ -798,7 +799,7 @@ _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    *("count_batch", "resident_find", "resident_write"),
+    *("count_batch", "resident_slots", "resident_write"),
 )
 
 

@@ -102,14 +102,14 @@ class ResidentStore(StoreInSlots):
         table = self._table.table_of("weight")
         of_file = [self._table.table_of(name) is table for name in names]
         in_host_memory = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
-        with self._resident.slots(ids, number) as slots:
+        with self._resident.slots(ids, number) as (slots, order):
             chosen = [(k, name) for k, name in enumerate(names) if of_file[k]]
             exchange_rows(
                 self._resident.fields(name for _, name in chosen),
                 [out.rows[k] for k, _ in chosen],
-                *_by_slot(out, slots[:number]),
+                *_by_slot(out, slots[:number], order[:number]),
                 [into.rows[k] for k, _ in chosen],
-                *_by_slot(into, slots[number:]),
+                *_by_slot(into, slots[number:], order[number:]),
             )
             if in_host_memory:
                 exchange_rows(
@@ -131,9 +131,8 @@ def store_of(
     return ResidentStore(table, resident, held_dtype, rounding)
 
 
-def _by_slot(block: Block, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots of a block's ids, ascending, and the place in the block for each slot."""
-    slots, order = slots.sort()
+def _by_slot(block: Block, slots: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns slots, and the places of their rows in a block, on the block's device."""
     if block.ids.is_cuda:
         slots, order = slots.to(block.ids.device), order.to(block.ids.device)
     return slots, order if block.places is None else block.places[order]

@@ -18,10 +18,10 @@ from speedtorch.memory.byte_count import text_of
 from speedtorch.ops.functions import (
     resident_close,
     resident_counts,
-    resident_find,
     resident_open,
     resident_read_ahead,
     resident_release,
+    resident_slots,
     resident_write,
     wait_for_rows,
 )
@@ -126,11 +126,12 @@ class ResidentRows:
         return [self._slots.rows_of(name) for name in names]
 
     @contextmanager
-    def slots(self, ids: Tensor, changing: int) -> Iterator[Tensor]:
+    def slots(self, ids: Tensor, changing: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Context manager that yields the slots of ids `[n]` on the CPU, at most `count` ids.
 
-        The slots keep these rows until the end of the block, which writes the records of the first
-        `changing` ids. Raises OSError if the file cannot be read or written; no change is lost.
+        Slots and positions have the order that resident_slots() describes. The slots keep these
+        rows until the end of the block, which writes the records of the first `changing` ids.
+        Raises OSError if the file cannot be read or written; no change is lost.
         """
         self._drop_inherited()
         self._exchanges += 1
@@ -138,9 +139,9 @@ class ResidentRows:
             self._warn_if_few()
         lease = _Lease(self._handle)
         try:
-            slots, failure = resident_find(self._handle, ids, changing, lease.number)
+            slots, order, failure = resident_slots(self._handle, ids, changing, lease.number)
             _raise(failure, "reading or writing", self._path)
-            yield slots
+            yield slots, order
         finally:
             lease.release()
 

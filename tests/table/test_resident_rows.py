@@ -26,10 +26,10 @@ from speedtorch import HostTable
 from speedtorch.ops.functions import (
     resident_close,
     resident_counts,
-    resident_find,
     resident_open,
     resident_read_ahead,
     resident_release,
+    resident_slots,
     resident_write,
 )
 from speedtorch.table import resident_rows
@@ -578,10 +578,21 @@ def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
 # The ops
 
 
+def slots_of(handle: int, ids: Tensor, changing: int, lease: int) -> list[Tensor]:
+    """The slots of a new lease in the order of the ids, and the failure."""
+    found, order, failure = resident_slots(handle, ids, changing, lease)
+    slots = torch.full_like(found, -1)
+    if not failure[0]:
+        for part in (slice(changing), slice(changing, None)):
+            assert torch.equal(found[part], found[part].sort().values)
+            slots[part][order[part]] = found[part]
+    return [slots, failure]
+
+
 def found_in(handle: int, ids: Tensor, changing: int, lease: int = 1) -> list[Tensor]:
     """The slots of a lease that ends at once, and the failure."""
     try:
-        return [*resident_find(handle, ids, changing, lease)]
+        return slots_of(handle, ids, changing, lease)
     finally:
         resident_release(handle, lease)
 
@@ -700,7 +711,7 @@ def test_a_lease_keeps_its_slots_and_their_changes(
     opened: Callable[[int, int], tuple[int, Tensor, Path]],
 ) -> None:
     handle, memory, path = opened(10, 3)
-    slots, _ = resident_find(handle, torch.tensor([4, 5]), 1, 2)
+    slots, _ = slots_of(handle, torch.tensor([4, 5]), 1, 2)
     assert resident_write(handle, None, True).tolist()[0] == 0  # before the change is there
     assert found_in(handle, torch.tensor([6]), 0)[1].tolist()[0] == 0
     assert found_in(handle, torch.tensor([7, 8]), 0)[1].tolist() == [errno.EBUSY, 8]
@@ -727,9 +738,9 @@ def test_wrong_arguments_of_the_ops(opened: Callable[[int, int], tuple[int, Tens
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
         found_in(-1, torch.arange(2), 0)
-    with pytest.raises(ValueError, match="resident_find: rows"):
+    with pytest.raises(ValueError, match="resident_slots: rows"):
         found_in(handle, torch.arange(5), 0)
-    with pytest.raises(ValueError, match="resident_find: changing"):
+    with pytest.raises(ValueError, match="resident_slots: changing"):
         found_in(handle, torch.arange(2), 3)
     with pytest.raises(ValueError, match="rows must be"):
         resident_write(handle, torch.arange(2).int(), False)
