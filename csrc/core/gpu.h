@@ -55,8 +55,8 @@ class CurrentStream {
 // Does the same as CurrentStream::check_not_capturing for the current device. Works without a GPU.
 void check_not_capturing(const char* op, const std::string& why);
 
-// Returns the error record of a GPU. The first call allocates all of them. Each GPU needs its own,
-// because its atomics on host memory are atomic only among its own threads.
+// Returns the error record of a GPU. The first call allocates the records of all GPUs. They do not
+// share one, because a GPU's atomics on host memory are atomic only among its own threads.
 ErrorRecord* error_record(int device);
 // If a kernel has written an error record, marks the record as read and throws its error.
 void throw_pending();

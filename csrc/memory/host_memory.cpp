@@ -31,7 +31,7 @@ namespace {
 
 // True once this process has memory that must not be accessed or must not be written.
 std::atomic<bool> has_rules{false};
-// Counts the captures that may use host memory. Each gets the count as its number.
+// Counts the captures that may use host memory. The count is the number of the latest capture.
 std::atomic<int64_t> capture_count{0};
 
 // Identifies a stream. A handle does not, because a new stream may reuse the handle of a destroyed

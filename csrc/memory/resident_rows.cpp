@@ -44,8 +44,8 @@ uint64_t mixed(uint64_t x) {
   return x ^ x >> 31;
 }
 
-// Blocks all signals in this thread while it lives. New threads inherit the mask, so that signals
-// such as Ctrl-C reach Python's thread.
+// Blocks all signals in this thread during the object's lifetime. Threads that start meanwhile
+// inherit the mask, so that signals such as Ctrl-C reach Python's thread.
 class BlockedSignals {
  public:
   BlockedSignals() {

@@ -457,8 +457,7 @@ struct HeldField {
   Rows evicted;  // without rows: evicted rows are not saved
 };
 
-// The held rows that are kept, and those that are evicted. Each list has one entry per row of
-// `held`.
+// Which held rows are kept and which are evicted. Each list has one entry per row of `held`.
 struct HeldChanges {
   const int64_t* kept_places;
   const int64_t* kept_from;

@@ -494,8 +494,8 @@ void swap(const Tensors& host, const Tensors& leaving, const Tensor& evict, cons
 struct PlacedList {
   std::string name;
   Tensor ids;
-  std::optional<Tensor> places;  // none: entry i is row i
-  std::optional<Tensor> count;   // number of valid entries; none: all entries are valid
+  std::optional<Tensor> places;  // nullopt: entry i is row i
+  std::optional<Tensor> count;   // number of valid entries; nullopt: all
   int64_t side_rows;             // limit of the places
 
   PlanView view() const {

@@ -68,7 +68,7 @@ def load(
         verify: Compare all bytes that are read with their digests.
         progress: See save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
-            Attach the optimizers of tables before. None leaves out a part: it is neither read nor
+            Attach the optimizers of tables before. A part passed as None is neither read nor
             returned.
 
     Returns:
@@ -163,9 +163,10 @@ def _prepared(
     verify: bool,
     progress: bool | None,
 ) -> Callable[[], dict[str, Any]]:
-    """Reads and checks everything; returns a function that loads it and returns other values."""
+    """Reads and checks all parts; returns a function that loads `parts` and returns the others."""
 
     def check_files(links: Sequence[SavedGeneration]) -> None:
+        """Compares the files of `links` with their digests, if `verify` is set."""
         if verify:
             opened.verify(links, progress)
 

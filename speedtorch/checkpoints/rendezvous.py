@@ -122,7 +122,7 @@ class Rendezvous:
         )
 
     def _other_ranks(self) -> list[int]:
-        """All ranks but this one: a second open and close of its file would release its lock."""
+        """All ranks but this one, whose lock a second open and close of its file would release."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _line(self, rank: int) -> bytes:

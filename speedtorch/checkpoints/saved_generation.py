@@ -196,8 +196,8 @@ class SavedGeneration:
     ) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Returns, by key, the ids and rows that `links` have changed, in writing order.
 
-        `links` are the latest checkpoints of the chain. Tensors that one of these checkpoints has
-        as a whole are left out.
+        `links` are the latest checkpoints of the chain. The result omits tensors that one of these
+        checkpoints stores completely.
         """
         keys = [key for key in self._arrays if all(key in link.ids_of for link in links)]
         return {key: [link._rows(key) for link in reversed(links)] for key in keys}

@@ -126,10 +126,10 @@ def replace_files(
 ) -> Iterator[list[NewFile]]:
     """Replaces or creates files together: all of them, complete and on disk, or none.
 
-    The `with` block writes the new files under hidden names. They are then synced and switched in
-    one step, also if power is lost. After an error the old files are unchanged, unless the message
-    says that the new ones are in place. The next replacement of the same files completes or removes
-    the files of a killed process.
+    The `with` block writes the new files under hidden names. At its end, the files are synced and
+    replace the old ones in one step, even if power is lost. After an error the old files are
+    unchanged, unless the message says that the new ones are in place. The next replacement of the
+    same files completes or removes the files of a killed process.
 
     Args:
         paths: One file, or several files of one folder that are no symbolic links. A link to a

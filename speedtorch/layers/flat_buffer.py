@@ -234,7 +234,7 @@ class FlatBuffer:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the device buffer needs before it can be filled: all or none."""
+        """Bytes to allocate before the device buffer can be filled: `nbytes`, or 0 if allocated."""
         return 0 if self.device_bytes else self.nbytes
 
     def where(self, tensors: Mapping[str, Tensor]) -> dict[str, Memory | None]:

@@ -119,7 +119,7 @@ class ModuleChanges:
     def boundary(self) -> torch.cuda.Event | None:
         """The end event of the last use, behind which the module's memory is copied and reused.
 
-        None: the module is in use, or has been used since that event. Copies then wait for the
+        Returns None if the module is in use, or was used after that event. Copies then wait for the
         current stream, which waits for all streams that have used the module.
         """
         end, _, count = self._last_use or (None, None, 0)

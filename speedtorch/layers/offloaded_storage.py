@@ -40,7 +40,7 @@ _SMALL = 1 << 20
 # The first chunk is copied while CUDA allocates memory for the rest.
 _CHUNK = 1 << 26
 # Segments of torch's allocator begin at multiples of CUDA's page size, 2 MiB. cudaMalloc does not
-# document this alignment. One copy must not cross a segment's end.
+# document this alignment. A copy must not cross the end of a segment.
 _SEGMENT = 2 << 20
 # Torch's allocator creates segments of 20 MiB, or of large_segment_size_mb, for a few MiB.
 _SPARE_ADDRESSES = 1 << 30
@@ -269,7 +269,7 @@ class DeviceMemory:
         """
         known = {storage_id(storage.untyped) for storage in storages}
         for empty in [kept for kept in self._ranges if kept.nbytes == 0]:
-            del self._ranges[empty]  # torch has freed all its allocations there
+            del self._ranges[empty]  # torch has freed all allocations in the range
         mapped = {kept: refs for kept, refs in self._ranges.items() if kept.is_mapped}
         return [
             OffloadedStorage(untyped, untyped.nbytes(), is_kept=True, is_frozen=False)

@@ -73,8 +73,8 @@ class PartialStep:
     without a parameter) happen once per part.
 
     `args` and `kwargs` are passed to the step of each part. `changes` are settings that an earlier
-    PartialStep of other parameters changed. Each part begins with the values before these changes,
-    so that both PartialSteps count as one step.
+    PartialStep of other parameters changed. Each part begins with the settings before these
+    changes, so that both PartialSteps count as one step.
     """
 
     def __init__(

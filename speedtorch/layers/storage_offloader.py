@@ -38,8 +38,8 @@ from speedtorch.torch_internals import storage_at, storage_uses
 
 __all__ = ["StorageOffloader", "fingerprint", "times_moved"]
 
-# Bytes of storages that are fingerprinted together. One by one, small storages would take longer
-# than their copy.
+# Bytes of storages that are fingerprinted together. Separate fingerprints of small storages would
+# take longer than the copies of these storages.
 _GROUP = 1 << 25
 # The Weyl constant of splitmix64 as a signed 64-bit number.
 _GOLDEN = -0x61C8864680B583EB

@@ -77,6 +77,6 @@ class AddressRange:
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Unmaps the physical memory. The caller must first wait for all work that uses it."""
+        """Unmaps the physical memory. First wait for all work that uses this memory."""
         self.is_mapped = False  # also after an error, because the contents are no longer valid
         _ops.unmap_range(self.base)

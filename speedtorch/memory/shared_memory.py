@@ -215,7 +215,7 @@ class SharedMemory:
         return mark in (_LOADED, _mark_of(value))
 
     def mark_loaded(self, field: int) -> None:
-        """Marks a field as loaded, so that no process fills it."""
+        """Marks a field as loaded: no process will fill the field with its initial value."""
         self._write_word(self._descriptor, 1 + field, _LOADED)
 
     # ---- the version: a sequence lock
@@ -224,8 +224,8 @@ class SharedMemory:
     def version(self) -> int:
         """The version: even while all writes are complete, odd during a write. Each write adds 2.
 
-        pread and pwrite access the word instead of the mapping. The kernel's locks on the page
-        order these calls with the mapping's reads and writes before and after them.
+        pread and pwrite access the version instead of the mapping. The kernel locks the page during
+        these calls, which orders them with earlier and later accesses to the mapping.
         """
         return self._read_word(0)
 
@@ -239,7 +239,7 @@ class SharedMemory:
 
     @contextmanager
     def writing(self, settle: Callable[[], object]) -> Iterator[None]:
-        """Gives this thread exclusive write access for readers that check the version.
+        """Makes this thread the only writer, and lets readers detect the writes by the version.
 
         At the end, `settle()` completes all writes. If `settle()` raises, the version remains odd
         and readers raise the error about a writer that ended.

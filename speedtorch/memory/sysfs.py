@@ -1,6 +1,6 @@
 """Reads what Linux reports about processors, NUMA nodes and PCI devices in files below /sys.
 
-A file may be missing or unreadable, as in many containers. Its value is then unknown.
+A value is unknown if its file is missing or unreadable, as in many containers.
 """
 
 from __future__ import annotations

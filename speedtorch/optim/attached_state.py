@@ -346,7 +346,7 @@ class SavedState:
     def _await_steps(self) -> None:
         """Waits for a step in another thread, whose plain rows replace the weights in the groups.
 
-        Also completes an interrupted step, which may have left such rows in the groups.
+        Also completes an interrupted step, which may not have restored the weights.
         """
         for state in self.states:
             rows = state.table_rows

@@ -144,7 +144,8 @@ class Recorder(dict[str, Any]):
     """A parameter's state that records each entry's first value in `first`.
 
     Optimizers assign zeros and update them in place, so the first value precedes any update. The
-    default of a get() without an entry counts as a first value too. None means "not made yet".
+    default of a get() without an entry counts as a first value too. None is no first value,
+    because it means "not made yet".
     """
 
     setdefault, update = MutableMapping.setdefault, MutableMapping.update

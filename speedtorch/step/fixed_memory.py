@@ -190,7 +190,7 @@ class FixedMemory(BlockMemory):
     # ---- ranks that make every lookup together
 
     def agree_with(self, ranks: FaultAllReduce) -> None:
-        """Lets a step begin only if it can begin on all ranks.
+        """Makes a step begin on all ranks or on none.
 
         All ranks then make every together() call, which combines their fault codes once. A lookup
         does not raise the fault of an earlier step that the GPU has found on this rank only: the

@@ -288,7 +288,7 @@ class WholeWeight(ClaimedRows):
             raise RuntimeError(
                 f"{self.name}: its weight replaced a parameter in a group of this"
                 f" {type(optimizer).__name__} in place, after an earlier step. This step() changed"
-                " none of its rows; the next step() includes it. To miss no step, assign a new list"
+                " no row of the table; the next step() will. To miss no step, assign a new list"
                 " to group['params'], or create the optimizer with the weight."
             )
 

@@ -107,8 +107,8 @@ class ResidentRows:
         self._exchanges, self._counts_before, self._has_warned = 0, (0, 0, 0), False
         records = slots.record.view(torch.uint8).view(slots.rows, slots.record_bytes)
         self._handle = resident_open(records, descriptor)
-        # In a garbage cycle this finalizer runs before the last step's rows are written back. Those
-        # rows are then written to the mapped file.
+        # In a garbage cycle this finalizer runs before the last step's rows are written back. The
+        # rows of that step are then written to the mapped file.
         self._closer = weakref.finalize(self, _close, self._handle, path, self._process)
 
     @property

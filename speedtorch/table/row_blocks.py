@@ -70,7 +70,7 @@ def draw_rows(
     share: Share | None = None,
 ) -> None:
     """Runs a function of torch.nn.init, or a similar one, on all rows. See HostTable.init_."""
-    if isinstance(function, partial) and not function.args:  # Its args would precede the rows.
+    if isinstance(function, partial) and not function.args:  # args would precede the rows
         kwargs = function.keywords | kwargs
         function = function.func
     if "generator" in kwargs:
@@ -282,7 +282,7 @@ def _in_parallel(
     ):
 
         def run() -> None:
-            """Works on blocks of the common iterator until none is left."""
+            """Processes blocks from the common iterator until its end."""
             for block in waiting:
                 _on_block(work, block)
                 with counting:
