@@ -81,7 +81,8 @@ Arguments::Extent Arguments::extent_of(const Argument& argument, size_t at) cons
                 .run_bytes = item,
                 .step_bytes = 0};
   extent.end = extent.begin + last + item;
-  // The dimensions of one run, from the smallest stride up; the other dimensions only add steps.
+  // From the smallest stride up, dimensions extend the run while they leave no gap. The others
+  // repeat the run at steps.
   std::sort(dims.begin(), dims.begin() + count,
             [](const Dimension& a, const Dimension& b) { return a.stride_bytes < b.stride_bytes; });
   for (size_t d = 0; d < count; ++d) {

@@ -56,7 +56,7 @@ inline Argument written(const char* name, const Tensors& list, bool changes) {
   return {name, list.data(), list.size(), true, true, changes};
 }
 
-// The tensors must outlive this.
+// The tensor arguments of one op. The tensors must outlive this object.
 class Arguments {
  public:
   // Throws a pending error of an earlier op on the GPU, then checks the kinds.

@@ -44,7 +44,7 @@ void queue_numbers(const char* op, const Tensor& numbers, int64_t handle);
 // Returns the copy, which a thread may read even if another thread drops the handle. Throws
 // std::invalid_argument if the handle names no copy.
 std::shared_ptr<const HostNumbers> numbers_of(const char* op, int64_t handle);
-// Does nothing without such a copy. Does nothing in a forked child either, because another thread
+// Drops the handle's copy, if there is one. Does nothing in a forked child, because another thread
 // of the parent may have held the mutex.
 void drop_numbers(int64_t handle);
 

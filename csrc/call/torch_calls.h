@@ -28,13 +28,13 @@ Tensor copy_to_cpu(const char* op, const Tensor& tensor);
 // Copies ids from the CPU to the device of `on` without waiting. The source may change as soon as
 // this returns.
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const CurrentStream& stream);
-// Copies. Without `wait`, the caller must keep a source from new_pinned unchanged until the copy is
-// done.
+// Copies `from` to `to`. Without `wait`, the caller must keep a source from new_pinned unchanged
+// until the copy is done.
 void copy(const char* op, const Tensor& from, const Tensor& to, bool wait);
 
 // Increments the tensor's version counter, as torch's in-place operations do. A backward pass that
-// needs the old contents then raises instead of computing wrong gradients. Throws for leaves that
-// require grad, so call this before the write.
+// needs the old contents then raises instead of computing wrong gradients. Throws for autograd
+// leaves that require grad, so call this before the write.
 void mark_written(const char* op, const Tensor& tensor);
 
 }  // namespace speedtorch

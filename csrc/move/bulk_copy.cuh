@@ -81,10 +81,10 @@ __device__ Chunk chunk_of(const RowMap& map, const Rows& from, const Rows& to,
           static_cast<uint32_t>(left < shape.chunk_bytes ? left : shape.chunk_bytes)};
 }
 
-// A warp owns kChunksPerWarp chunks at a time, a lane one of them: all are loaded into shared
-// memory, then stored. Blocks share nothing. Each row crosses the link once. Addresses and lengths
-// are multiples of 16. Unaligned rows would need the 16-byte blocks around them; measured: 1.3 to
-// 1.8 times as slow as plain threads.
+// A warp owns kChunksPerWarp chunks at a time, and each lane owns one of these chunks. The warp
+// loads all chunks into shared memory and then stores them. Blocks share nothing. Each row crosses
+// the link once. Addresses and lengths are multiples of 16. Unaligned rows would need the 16-byte
+// blocks around them; measured: 1.3 to 1.8 times as slow as plain threads.
 template <typename RowMap>
 __global__ void __launch_bounds__(kMaxBulkWarps * 32)
     bulk_move_rows_kernel(RowMap map, Rows from, Rows to, BulkShape shape, int64_t zero_rows) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kMaxBulkWarps * 32)
   }
   wait_stores();
 #else
-  __trap();  // query_bulk_copies excludes this launch
+  __trap();  // not launched if query_bulk_copies() reports no support
 #endif
 }
 

@@ -20,19 +20,19 @@
 namespace speedtorch {
 namespace {
 
-// Row lengths with measured times; between them time is interpolated linearly.
+// Row lengths with measured times. Times of lengths between them are interpolated linearly.
 constexpr size_t kLengths = 3;
 constexpr std::array<int64_t, kLengths> kMeasuredRowBytes{64, 512, 1536};
 
 // Nanoseconds per row moved in index order or in address order, by Access (managed, mapped),
-// Direction and length; and the cost of finding repetitions and of sorting.
+// Direction and length, and the costs to find repeated ids (dedup) and to sort ids (plan).
 struct Costs {
   double row_ns[2][2][2][kLengths];  // [access][direction][in address order][length]
   double dedup_us;                   // fixed cost per batch
   double dedup_ns;                   // cost per id
   double plan_us;
   double plan_ns;
-  double link_gbps[2];  // rate of the copy engine, by
+  double link_gbps[2];  // rate of the copy engine, by Direction
 };
 constexpr int64_t kCostCount = sizeof(Costs) / sizeof(double);
 
@@ -42,7 +42,7 @@ struct Choice {
   Path path = Path::kOrdered;
   // Microseconds of each GPU path for a batch of distinct ids; infinite: not possible.
   std::array<double, kGpuPaths> path_us{};
-  double gigabytes_per_s = 0;  // of the movement only, on
+  double gigabytes_per_s = 0;  // rate of the row movement alone on the chosen path
 };
 
 constexpr double kImpossible = std::numeric_limits<double>::infinity();
@@ -214,7 +214,7 @@ int swap_sms(const CurrentStream& stream) {
 
 namespace {
 
-// Forces the path of every later op; -1: the cheapest again. For tests and measurements.
+// Forces the path of every later op; -1 ends this. For tests and measurements.
 void force_path(int64_t path) {
   if (path < -1 || path >= kGpuPaths) {
     throw_value_error("force_path", "path must be -1 to 2, got ", path);

@@ -65,7 +65,7 @@ template <typename T>
   for (int64_t k = 0; k < count; ++k) sum[k] = add(sum[k], addend[k]);
 }
 
-// The same for a table with unaligned numbers.
+// Like add_numbers, for a table with unaligned numbers.
 template <typename T>
 void add_numbers_anywhere(char* sum, const char* addend, int64_t count) {
   for (int64_t k = 0; k < count; ++k) {
@@ -178,8 +178,9 @@ struct Owners {
   }
 };
 
-// Calls move(i) for every id; ids of one row in index order, on one thread. Two passes: each chunk
-// of ids is sorted by owner, then every owner processes its ids of each chunk in turn.
+// Calls move(i) for every id. Ids of one row are processed in index order by one thread, the row's
+// owner. The first pass sorts each chunk of ids by owner. In the second pass, every owner processes
+// its ids of all chunks in order.
 template <typename Id, typename Fetch, typename Move>
 void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& fetch,
                  const Move& move) {
@@ -223,8 +224,8 @@ void for_each_id(const Id* ids, int64_t count, int64_t row_bytes, const Fetch& f
   });
 }
 
-// Calls write(row of the table, row of src) for every id; ids of one row in index order. `reads`:
-// prefetch the table's rows before they are written.
+// Calls write(row of the table, row of src) for every id; ids of one row in index order. If
+// `reads`, the table's rows are prefetched, because the processor reads them before it writes.
 template <typename Write>
 void write_rows(const Rows& table, const Ids& ids, const Rows& src, bool reads,
                 const Write& write) {

@@ -65,9 +65,9 @@ __device__ int vecs_before(const char* row) {
   return static_cast<int>(reinterpret_cast<uint64_t>(row) % kWindow / sizeof(Vec));
 }
 
-// Finds the rows of moves first, first + step, ...; a null source means no move. `planned()` is
-// evaluated once, and moves beyond the last use the last one's row: branches between the loads
-// would serialize them.
+// Finds the rows of moves first, first + step, ...; a null source means no move. Branches between
+// the loads would serialize the loads. Therefore `planned()` is evaluated once, and numbers after
+// the last move load the rows of the last move.
 template <int kRows, typename RowMap>
 __device__ __forceinline__ void find_rows(const RowMap& map, const Rows& from, const Rows& to,
                                           int64_t first, int64_t step, int64_t count,
@@ -141,10 +141,10 @@ __global__ void __launch_bounds__(kMoverThreads, kLink == Link::kNone || sizeof(
   move_rows<Vec, kRows, kLink>(map, from, to, shape);
 }
 
-// The same for rows of 1- or 2-byte vectors in host memory that need several iterations. A warp
-// owns kRows moves at a time. A lane loads the 4-byte word that contains its vectors, so that an
-// iteration covers a whole line, and stores the vectors one by one. Only at the ends of `from` may
-// a word extend beyond the table's memory.
+// Like move_rows, for rows of 1- or 2-byte vectors in host memory that need several iterations. A
+// warp owns kRows moves at a time. A lane loads the 4-byte word that contains its vectors, so that
+// an iteration covers a whole line, and stores the vectors one by one. Only at the ends of `from`
+// may a word extend beyond the table's memory.
 template <typename Vec, typename RowMap>
 __global__ void __launch_bounds__(kMoverThreads)
     move_words_kernel(RowMap map, Rows from, const char* from_end, Rows to, int64_t zero_rows) {

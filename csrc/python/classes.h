@@ -11,7 +11,7 @@ PyObject* none();
 // Makes a class; returns nullptr with a Python error set on failure.
 PyObject* make_class(const char* name, int size, newfunc make, destructor free,
                      PyMethodDef* methods, const char* doc);
-// Frees an object of such a class, for its destructor.
+// Frees an object of a class from make_class. The class's destructor calls this last.
 void free_object(PyObject* self);
 // Adds an object to the module and releases the reference `made`. Returns false with a Python error
 // set on failure, also if `made` is nullptr.

@@ -107,7 +107,7 @@ class GadgetSwitcher(OneField):
     def _selected(
         self, indexes: Index, negatives: Indexes | None, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The rows and the ids of those that an index selects, or all elements and their ids."""
+        """The rows and the selected ids; for several axes all elements and their positions."""
         field = self._rows()["weight"]
         if negatives is not None:
             indexes = flat_index(cast(Indexes, indexes), negatives, device)

@@ -124,8 +124,8 @@ class ModelSwitcher(BatchExchange, OneField):
     def _rows_to_write(self, fields: Rows, index: Tensor, rows: Rows, plan: Plan | None) -> Rows:
         if not self.sumDuplicates:
             return rows
-        # The row of each id after all of its changes, at the id's last place. Writing these rows
-        # can be repeated; adding changes to the table cannot.
+        # Compute, at the last place of each id, the row after all changes of the id. Writing these
+        # rows can be repeated after an exception; adding changes to the table cannot.
         weight = rows["weight"]
         if self._before is None or self._before.shape != weight.shape:
             raise RuntimeError(

@@ -49,7 +49,7 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
 
 
 def elements_of(data: Tensor, index: Index) -> tuple[Tensor, Tensor]:
-    """All elements of contiguous `data` `[elements]`, and the positions that `data[index]` has."""
+    """Flattened contiguous `data`, and the positions of the elements of `data[index]` in it."""
     shape, index = tuple(data.shape), _for_numpy(index)
     places = [np.broadcast_to(axis, shape)[index] for axis in np.indices(shape, sparse=True)]
     return data.view(-1), torch.from_numpy(np.asarray(np.ravel_multi_index(places, shape)))

@@ -1,4 +1,4 @@
-"""OptimizerFactory: stores the optimizer state of all rows; the optimizer has only one batch's.
+"""OptimizerFactory: stores the optimizer state of all rows, and lends one batch's to the optimizer.
 
 A probe of the optimizer finds the state and its initial values (optim/probe.py).
 """

@@ -52,8 +52,8 @@ class _Batch:
     """A plan and the ids that identify it: flat ids, or unread tensors on a GPU.
 
     Some writes do not change a tensor's version: those of a replayed CUDA graph, through `.data` or
-    from another library. `steps` therefore stores each caller's last step. A caller that repeats a
-    step or asks for an earlier one has a new batch, perhaps in the same tensors.
+    from another library. `steps` therefore stores each caller's last step. If a caller repeats this
+    step or passes an earlier one, the batch is a new one, even in the same tensors.
     """
 
     place: tuple[torch.device, int | None, bool]  # device, stream, whether the ids are unread
@@ -63,7 +63,7 @@ class _Batch:
     steps: dict[Hashable, int]
 
     def matches(self, place: tuple[torch.device, int | None, bool], ids: list[Any]) -> bool:
-        """Whether this batch has these ids at this place."""
+        """Whether the plan of this batch is valid for `ids` at `place`."""
         if place != self.place or len(ids) != len(self.seen):
             return False
         return all(seen.matches(part) for seen, part in zip(self.seen, ids, strict=True))

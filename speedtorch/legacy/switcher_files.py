@@ -26,7 +26,7 @@ class CupyFiles(Switcher):
     """Files of the families that used CuPy: .npy and .safetensors, never pickle."""
 
     _mapped_file: str | None = None
-    """The real path of the file that has the rows themselves."""
+    """The real path of the file whose mapping is the rows (DataGadgetMM)."""
 
     def getCupyVar(self) -> Any:
         """The rows themselves: a torch tensor `[rows, ...]`, or a dict of them by state name.
