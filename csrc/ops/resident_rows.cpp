@@ -75,9 +75,10 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
   return made;
 }
 
-// Finds the slots of two lists of rows; the first `changing` rows, which will be changed, are the
-// first list. Returns the slots of each list in ascending order, the positions of their rows in the
-// list, and [errno, row] of a file call that failed. The slots are kept until resident_release.
+// Finds the slots of two lists: the first `changing` entries of `rows`, which the caller will
+// change, and the other entries. Returns the slots of each list in ascending order, the positions
+// of their rows in the list, and [errno, row] of a failed file call. Rows keep their slots until
+// resident_release.
 Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_slots";
   const auto found = opened_by(kOp, handle);

@@ -388,10 +388,10 @@ resident_close: Callable[[int], None] = _ops.resident_close
 resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slots
 """Finds the slots of rows: `(handle, rows, changing, lease)`. Reads records that have no slot.
 
-The first `changing` rows, which then count as changed, and the other rows are two lists. Returns
-the slots of each list in ascending order, the positions of their rows in the list, and the errno
-and the row of a file call that failed, or 0. A changed row that leaves its slot is first written to
-the file. The slots keep their rows until resident_release(handle, lease).
+The first `changing` rows, which then count as changed, form one list and the other rows another.
+Returns the slots of each list in ascending order, the positions of their rows in the list, and the
+errno and the row of a failed file call, or 0. Before a slot is reused for another row, a changed
+row in it is written to the file. Rows keep their slots until resident_release(handle, lease).
 """
 
 

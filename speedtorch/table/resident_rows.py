@@ -129,9 +129,9 @@ class ResidentRows:
     def slots(self, ids: Tensor, changing: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Context manager that yields the slots of ids `[n]` on the CPU, at most `count` ids.
 
-        Slots and positions have the order that resident_slots() describes. The slots keep these
-        rows until the end of the block, which writes the records of the first `changing` ids.
-        Raises OSError if the file cannot be read or written; no change is lost.
+        Also yields positions; see resident_slots(). The ids keep their slots until the end of the
+        `with` block, whose body may write the records of the first `changing` ids. Raises OSError
+        if the file cannot be read or written; no change is lost.
         """
         self._drop_inherited()
         self._exchanges += 1
