@@ -133,8 +133,9 @@ class Info:
     def as_json(self) -> str:
         """Returns the facts as a JSON object.
 
-        Keys, meanings and units are those of the fields of `Info`, and of `Host` in "host", `Gpu`
-        in each item of "gpus" and `Link` in a GPU's "link". The keys are stable. A None is null.
+        The keys are the fields of `Info`. "host" is an object with the fields of `Host`, each item
+        of "gpus" has the fields of `Gpu`, and the "link" of a GPU has the fields of `Link`. These
+        classes state the meanings and units. The keys are stable. None becomes null.
 
         Example:
             >>> json.loads(info().as_json())["speedtorch"] == __version__

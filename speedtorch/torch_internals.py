@@ -439,7 +439,7 @@ def never_compiled(function: _Function, reason: str) -> _Function:
 
 
 def not_compiled(function: _Function) -> _Function:
-    """never_compiled() that loads torch's compiler only in the first call under torch.compile.
+    """Like never_compiled(), but loads torch's compiler only in a call under torch.compile.
 
     torch.compile also compiles each wrapper, but only a few at most, so use this for few objects.
     """

@@ -1,6 +1,6 @@
-// Creates a stream with one owner. Called by speedtorch/memory/side_stream.py. Torch takes its
-// streams from a shared pool of 32: two owners of one stream would wait for each other and share
-// the memory that torch caches for this stream.
+// Creates a stream with one owner. Called by speedtorch/memory/side_stream.py. torch's own streams
+// are from a pool of 32, so two users may get the same stream. They would then wait for each other
+// and share the memory that torch caches for this stream.
 
 #include <torch/csrc/stable/accelerator.h>
 

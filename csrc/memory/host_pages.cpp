@@ -135,8 +135,8 @@ int64_t check_free_bytes(int64_t bytes, int64_t filled, int64_t other_bytes) {
       "check"));
 }
 
-// A fill in progress. The machine does not show bytes that threads of this process will fill later,
-// so each fill adds its bytes to one shared account at its start.
+// A fill in progress. The system counts memory as available until it is filled, so each fill adds
+// its bytes to a shared account when it begins.
 class Filling {
  public:
   Filling(int64_t bytes, bool check_memory) : bytes_(bytes) {

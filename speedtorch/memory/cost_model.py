@@ -208,9 +208,9 @@ def set_num_sms(count: int | None) -> None:
     """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
 
     A lower limit leaves more of the GPU to other work. Results do not change. A kernel fills fewer
-    SMs if those saturate the link. Over PCIe 5 x16, batches of rows of 512 bytes and more fill at
-    most 3 on a GPU with bulk copies (Hopper, data-centre Blackwell), and swaps at most 8. For a
-    faster link that `calibrate` has measured, these numbers grow in proportion.
+    multiprocessors if those saturate the link. Over PCIe 5 x16, swaps fill at most 8, and on a GPU
+    with bulk copies (Hopper, data-centre Blackwell) batches of rows of 512 bytes and more fill at
+    most 3. For a faster link that `calibrate` has measured, these numbers grow in proportion.
 
     Args:
         count: At least 1. None ends the limit of earlier calls; see get_num_sms().

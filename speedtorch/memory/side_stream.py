@@ -86,8 +86,9 @@ class SideStream:
     must be used only on the side stream and on the caller's stream. After such memory was freed,
     torch may reuse it on the side stream although the caller's stream has not finished with it.
     after_current() excludes this, because the side stream waits for the caller's stream. after()
-    waits for its events only, so one of them must follow the last use of the memory. `is_timed`
-    enables timing for the event `end`.
+    waits only for the given events, so one of these events must follow the last use of the memory.
+
+    `is_timed` enables timing for the event `end`.
     """
 
     def __init__(self, purpose: str, *, is_timed: bool = False) -> None:

@@ -32,9 +32,9 @@ class FairShares(NamedTuple):
 
         The row of padding_idx is one more, because it does not count against a capacity.
 
-        If `capacity` unique rows are drawn at random, a rank's number of them is at least as close
-        to the mean as for independent draws (Hoeffding, 1963). Bernstein's inequality bounds the
-        latter: the number exceeds `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most
+        If `capacity` unique rows are drawn at random, the number of a rank's rows among them obeys
+        the same tail bounds as for independent draws (Hoeffding, 1963). By Bernstein's inequality,
+        this number exceeds `mean + sqrt(2 * mean * t) + t / 3` with a probability of at most
         `exp(-t)`.
         """
         mean = self.capacity / self.sharding.ranks

@@ -140,8 +140,9 @@ class SteppedRows:
     def _differs_from(self, before: Rows) -> bool:
         """Whether a step changed the rows from `before`; called if every learning rate was 0.
 
-        torch.distributed.checkpoint creates optimizer state by a step of rate 0, and then loads
-        into the table's memory. Writing unchanged rows back would overwrite the loaded rows.
+        torch.distributed.checkpoint creates optimizer state by a step with a learning rate of 0,
+        and then loads into the table's memory. Writing unchanged rows back would overwrite the
+        loaded rows.
         """
         return not all(
             torch.equal(old.view(torch.uint8), new.view(torch.uint8))
