@@ -120,7 +120,8 @@ TESTS_OF_BOUNDS := $(addprefix tests/memory/test_memory,.py _errors.py) \
     $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
     argument_faults.py argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
-    sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py)
+    sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py) \
+    tests/table/test_resident_rows.py
 # Tests of torch's threads within an op, of the library's threads, and of concurrent Python threads.
 # One test is deselected, because the sanitizer's shadow memory counts as resident memory.
 TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
@@ -128,7 +129,7 @@ TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
     tests/memory/test_memory_machines.py::test_threads_use_one_table_at_once \
     $(addprefix tests/ops/test_,cpu_threads.py counted.py index_errors.py optimizer_state_swap.py \
     pinned_gather.py pinned_scatter.py plan.py pool_rows.py round_rows.py shard_ids.py sum_rows.py \
-    swap_places.py table_ids.py)
+    swap_places.py table_ids.py) tests/table/test_resident_rows.py
 
 # Every kernel at small sizes.
 TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,counted.py \
