@@ -48,9 +48,9 @@ def test_threads_read_consecutive_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(system_calls.calls, "read", read_together)
     with open_to_read(tmp_path / "a") as file:
         all_digests(file.read, file.size, lambda count: None)
-    assert [sorted(offsets[at : at + 4]) for at in range(0, 64, 4)] == [
-        [*range(at, at + 4)] for at in range(0, 64, 4)
-    ]
+    assert sorted(offsets) == [*range(64)]
+    # The calling thread is a fifth one, if a thread has not begun when its result is awaited.
+    assert max(abs(chunk - place) for place, chunk in enumerate(offsets)) <= 5
 
 
 def test_a_read_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
