@@ -100,13 +100,6 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"got 4. Write EmbeddingBagConfig\(num_embeddings=, embedding_dim=, name=\)",
     ),
     (
-        lambda: speedtorch.EmbeddingBagCollection([speedtorch.EmbeddingBagConfig(10, 4, "users")])(
-            torch.tensor([1])  # type: ignore[arg-type]
-        ),
-        TypeError,
-        r"got Tensor. Pass \{'users': ids, ...\}",
-    ),
-    (
         lambda: speedtorch.Embedding.from_pretrained(np.zeros((3, 2))),  # type: ignore[arg-type]
         TypeError,
         "got ndarray. Convert it with torch.as_tensor",
