@@ -1,8 +1,9 @@
 """Training loops and ways to train them, which must all give the same numbers.
 
 A loop is a function of a Training. `WAYS` names the ways: with torch's own embedding of all rows,
-and with ours as it is, prefetched, with a capacity, and both. Each loop is written once and does
-not depend on the way; what only ours has (a flush, an announcement) does nothing with torch's.
+and with ours as it is, prefetched, with a capacity, and both; `CACHED` has those with a cache. Each
+loop is written once and does not depend on the way; what only ours has (a flush, an announcement)
+does nothing with torch's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import speedtorch
 from speedtorch.torch_internals import as_plain
 
 __all__ = [
+    "CACHED",
     "CAPACITY",
     "JOINING",
     "LOOPS",
@@ -68,6 +70,13 @@ WAYS = {
     "capacity-prefetch": Way(ahead=True, capacity=CAPACITY),
     "capacity-prefetch-turning": Way(ahead=True, turning=True, capacity=CAPACITY),
 }
+CACHED = {
+    "cache": Way(cache="1KiB"),
+    "cache-prefetch": Way(cache="1KiB", ahead=True),
+    "cache-capacity": Way(cache="1KiB", capacity=CAPACITY),
+    "cache-capacity-prefetch": Way(cache="1KiB", capacity=CAPACITY, ahead=True),
+}
+"""Ways with a cache of fewer rows than the table has."""
 
 
 def first_rows() -> Tensor:

@@ -1,4 +1,4 @@
-"""A cache of hot rows changes where rows are, and no number."""
+"""A cache of hot rows: its bytes, its report, and where rows are; test_loops.py trains with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from loops import CAPACITY, JOINING, LOOPS, PLAIN, TORCH, Way, assert_same_numbers
 from optimizer_cases import CASES
-from torch import Tensor, nn, optim
+from reference import assert_same_content
+from small_training import SmallTraining
+from torch import nn, optim
 from torch_checkpoints import WithCheckpoint
 
 import speedtorch
@@ -18,78 +19,15 @@ from speedtorch.step import hot_rows
 from speedtorch.step.cache_budget import even_shares
 from speedtorch.step.hot_rows import Refresh, planned_refresh, surely_above
 
-WAYS = {
-    "cache": Way(cache="1KiB"),
-    "prefetch": Way(cache="1KiB", ahead=True),
-    "capacity": Way(cache="1KiB", capacity=CAPACITY),
-    "capacity-prefetch": Way(cache="1KiB", capacity=CAPACITY, ahead=True),
-}
-GRID = [(name, way) for name in LOOPS for way in WAYS]
-GRID += [(name, way) for name in JOINING for way in ("cache", "prefetch")]
+
+def trained(cache: str | None, *given: Any, **settings: Any) -> SmallTraining:
+    return SmallTraining(*given, cache=cache, **settings)
 
 
-@pytest.mark.usefixtures("deterministic", "restless")
-@pytest.mark.dealt("way")
-@pytest.mark.parametrize(("loop", "way"), GRID)
-def test_rows_are_those_of_torchs_embedding(loop: str, way: str, device: str) -> None:
-    train = {**LOOPS, **JOINING}[loop]
-    assert_same_numbers(train, (WAYS[way], TORCH), optim.SGD, device)
-
-
-@pytest.mark.usefixtures("deterministic", "restless")
-@pytest.mark.dealt("way")
-@pytest.mark.parametrize(("loop", "way"), GRID)
-def test_rows_and_state_are_those_without_a_cache(loop: str, way: str, device: str) -> None:
-    train = {**LOOPS, **JOINING}[loop]
-    assert_same_numbers(train, (WAYS[way], PLAIN), optim.Adam, device)
-
-
-@pytest.mark.usefixtures("deterministic", "restless")
-@pytest.mark.dealt("way")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"padding_idx": 3},
-        {"max_norm": 0.5},
-        {"padding_idx": 3, "max_norm": 0.5},
-        {"bags": True, "mode": "sum", "padding_idx": 3},
-        {"sparse": True, "make": optim.SparseAdam},
-    ],
-    ids=["padding", "max_norm", "both", "bags", "sparse"],
-)
-@pytest.mark.parametrize("loop", ["one_lookup_a_step", "all_of_these_by_turns"])
-def test_settings_of_lookups_train_alike(
-    loop: str, settings: dict[str, Any], way: str, device: str
-) -> None:
-    assert_same_numbers(LOOPS[loop], (WAYS[way], PLAIN), device=device, **settings)
-
-
-def trained(
-    cache: str | None, make: Any = optim.Adam, device: str = "cpu", **settings: Any
-) -> tuple[speedtorch.Embedding, dict[str, Tensor]]:
-    """An embedding after 12 steps, and its rows and state."""
-    torch.manual_seed(0)
-    embedding = speedtorch.Embedding(50, 4, device=device, cache=cache, **settings)
-    optimizer = make(embedding.parameters(), lr=0.1)
-    speedtorch.attach(optimizer, embedding)
-    vars(embedding)["trained_by"] = optimizer
-    random = torch.Generator().manual_seed(1)
-    for _ in range(12):
-        ids = (torch.rand(20, generator=random) ** 3 * 50).long().to(device)
-        optimizer.zero_grad()
-        (embedding(ids) ** 2).sum().backward()
-        optimizer.step()
-    embedding.flush()
-    return embedding, {name: embedding.table[name].clone() for name in embedding.table.fields}
-
-
-def step(embedding: Any) -> None:
-    """A step that changes rows, and the lookup that brings them back."""
+def step(training: SmallTraining) -> None:
+    """Steps that change rows; the second one's lookup brings rows of slots back."""
     for row in (1, 2):
-        embedding(torch.tensor([row])).sum().backward()
-        embedding.trained_by.step()
-        embedding.trained_by.zero_grad()
+        training.step(torch.tensor([row]))
 
 
 @pytest.mark.usefixtures("restless")
@@ -99,9 +37,10 @@ def test_a_checkpoint_is_loaded_into_the_memory_of_a_table_with_a_cache(
     capacity: int | None, tmp_path: Path
 ) -> None:
     """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
-    embedding, rows = trained("600B", optim.SGD, capacity=capacity)
-    speedtorch.detach(vars(embedding).pop("trained_by"))
-    model = nn.Sequential(embedding)
+    training = trained("600B", optim.SGD, capacity=capacity)
+    rows = training.fields()
+    speedtorch.detach(training.optimizer)
+    model = nn.Sequential(training.module)
     way = WithCheckpoint()
     way.save((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
     optimizer = optim.SGD(model.parameters(), lr=0.5)
@@ -117,17 +56,15 @@ def test_a_checkpoint_is_loaded_into_the_memory_of_a_table_with_a_cache(
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_optimizer_trains_as_without(case: Any) -> None:
-    _, plain = trained(None, case.make)
-    _, cached = trained("600B", case.make)
-    assert plain.keys() == cached.keys()
-    for name, rows in plain.items():
-        assert torch.equal(rows, cached[name]), name
+    plain, cached = (trained(cache, case.make) for cache in (None, "600B"))
+    assert_same_content(cached.fields(), plain.fields())
 
 
 @pytest.mark.usefixtures("restless")
 def test_rows_take_slots_and_the_report_says_so(device: str) -> None:
-    embedding, _ = trained("600B", device=device)
-    report = embedding.report()
+    training = trained("600B", device=device)
+    training.module.flush()
+    report = training.module.report()
     assert report.slots == 600 // (3 * 4 * 4 + 8)
     assert report.rows == 0, "flush() has written them home"
     assert report.rows_moved > report.slots
@@ -141,24 +78,22 @@ def test_rows_take_slots_and_the_report_says_so(device: str) -> None:
     assert report.hit_rate_of_half < report.hit_rate_of_double
     for word in ("slots", "half as many", "refreshes moved"):
         assert word in str(report)
-    step(embedding)
-    assert embedding.report().rows == report.slots, "they have taken the slots again"
+    step(training)
+    assert training.module.report().rows == report.slots, "they have taken the slots again"
 
 
 def test_the_rows_of_slots_are_those_that_were_given(device: str) -> None:
     members = torch.tensor([7, 3, 7, 11])
-    embedding, rows = trained("600B", device=device, cache_rows=members)
-    _, plain = trained(None, device=device)
-    for name, value in plain.items():
-        assert torch.equal(value, rows[name])
-    step(embedding)
-    report = embedding.report()
+    training = trained("600B", device=device, cache_rows=members)
+    assert_same_content(training.fields(), trained(None, device=device).fields())
+    step(training)
+    report = training.module.report()
     assert (report.rows, report.refreshes) == (3, 0)
 
 
 @pytest.mark.usefixtures("restless")
 def test_what_is_written_to_the_table_counts(device: str) -> None:
-    embedding, _ = trained("600B", device=device)
+    embedding = trained("600B", device=device).module
     embedding(torch.arange(3, device=device))
     for row in (0, 49):
         embedding.table["weight"][row] = 7
@@ -169,60 +104,33 @@ def test_what_is_written_to_the_table_counts(device: str) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_a_cache_can_be_given_changed_and_taken_away_between_steps(device: str) -> None:
-    def train(caches: list[str | None]) -> list[Tensor]:
-        torch.manual_seed(0)
-        embedding = speedtorch.Embedding(50, 4, device=device)
-        optimizer = optim.Adam(embedding.parameters(), lr=0.1)
-        speedtorch.attach(optimizer, embedding)
-        random = torch.Generator().manual_seed(1)
-        for cache in caches:
-            speedtorch.cache(embedding, cache)
-            for _ in range(4):
-                ids = (torch.rand(20, generator=random) ** 3 * 50).long().to(device)
-                optimizer.zero_grad()
-                (embedding(ids) ** 2).sum().backward()
-                optimizer.step()
-        return [embedding.table[name].clone() for name in embedding.table.fields]
-
-    plain = train([None] * 4)
-    for rows, others in zip(train(["600B", None, "1KiB", "1MiB"]), plain, strict=True):
-        assert torch.equal(rows, others)
+    training, plain = (SmallTraining(device=device, steps=0) for _ in range(2))
+    for number, cache in enumerate(["600B", None, "1KiB", "1MiB"]):
+        speedtorch.cache(training.module, cache)
+        for each in (training, plain):
+            each.train(4, 4 * number)
+    assert_same_content(training.fields(), plain.fields())
 
 
 @pytest.mark.usefixtures("restless", "deterministic")
 def test_rows_change_places_between_replays_of_a_graph(device: str) -> None:
-    def train(cache: str | None) -> tuple[list[Tensor], int]:
-        torch.manual_seed(0)
-        embedding = speedtorch.Embedding(50, 4, device=device, capacity=20)
-        optimizer = optim.Adam(embedding.parameters(), lr=0.1, capturable=device == "cuda")
-        speedtorch.attach(optimizer, embedding)
-        speedtorch.cache(embedding, cache)
-        random = torch.Generator().manual_seed(1)
+    def adam(parameters: Any, lr: float) -> optim.Optimizer:
+        return optim.Adam(parameters, lr=lr, capturable=device == "cuda")
 
-        def step(ids: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = (embedding(ids) ** 2).sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        batches = [
-            (torch.rand(20, generator=random) ** 3 * 50).long().to(device) for _ in range(30)
-        ]
-        run = speedtorch.graphed(step, batches[0], modules=embedding, optimizers=optimizer)
-        losses = []
-        for number, ids in enumerate(batches):
-            losses.append(run(ids).detach().clone())
+    losses, fields = [], []
+    for cache in (None, "600B"):
+        training = trained(cache, adam, device, steps=0, capacity=20)
+        run = training.graphed()
+        for number in range(30):
+            losses.append(run(training.batch(number)).clone())
             if number == 15:
-                embedding.table["weight"][7] = 3
-        moved = 0 if cache is None else embedding.report().rows_moved
+                training.module.table["weight"][7] = 3
+        moved = 0 if cache is None else training.module.report().rows_moved
         del run
-        return [*losses, *(embedding.table[name].clone() for name in embedding.table.fields)], moved
-
-    (plain, _), (cached, moved) = train(None), train("600B")
+        fields.append(training.fields())
     assert moved > 20
-    for rows, others in zip(cached, plain, strict=True):
-        assert torch.equal(rows, others)
+    assert_same_content(losses[30:], losses[:30])
+    assert_same_content(*fields)
 
 
 def test_a_table_of_no_rows_needs_no_cache(device: str) -> None:
@@ -238,8 +146,7 @@ def test_a_table_of_no_rows_needs_no_cache(device: str) -> None:
 
 
 def test_a_cache_larger_than_the_table_is_the_table() -> None:
-    embedding, _ = trained("1GiB")
-    assert embedding.report().slots == 50
+    assert trained("1GiB").module.report().slots == 50
 
 
 @pytest.mark.usefixtures("restless")
@@ -450,45 +357,45 @@ def test_a_cache_has_no_report_before_the_first_step() -> None:
         embedding.report()
 
 
+def refuse(*_: object) -> None:
+    raise torch.OutOfMemoryError("none left")
+
+
 @pytest.mark.usefixtures("restless")
 def test_too_little_memory_for_a_refresh_changes_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("none left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hot_rows.HotRows, "_move", refuse)
-        embedding, rows = trained("600B")
-        assert embedding.report().failed > 0
-        assert embedding.report().rows == 0
-    _, plain = trained(None)
-    assert all(torch.equal(rows[name], value) for name, value in plain.items())
+    monkeypatch.setattr(hot_rows.HotRows, "_move", refuse)
+    training = trained("600B")
+    fields, report = training.fields(), training.module.report()
+    assert report.failed > 0
+    assert report.rows == 0
+    assert_same_content(fields, trained(None).fields())
 
 
 def test_too_little_memory_to_refill_a_cache_keeps_the_rows_in_the_table(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("none left")
-
     members = torch.tensor([1, 2, 7])
-    cached, plain = (trained(cache, device=device)[0] for cache in ("600B", None))
-    given, _ = trained("600B", device=device, cache_rows=members)
-    assert (cached.report().failed, given.report().rows) == (0, 0), "flush() has written them home"
+    cached, plain = (trained(cache, device=device) for cache in ("600B", None))
+    given = trained("600B", device=device, cache_rows=members)
+    everyone = (cached, plain, given)
+    for each in everyone:
+        each.module.flush()
+    reports = cached.module.report(), given.module.report()
+    assert (reports[0].failed, reports[1].rows) == (0, 0), "flush() has written them home"
     with monkeypatch.context() as patch:
         patch.setattr(hot_rows.HotRows, "_reload", refuse)
-        for each in (cached, plain, given):
+        for each in everyone:
             step(each)
-    assert given.report().failed > 0
-    assert given.report().rows == 0
-    for each in (cached, plain, given):
+    assert given.module.report().failed > 0
+    assert given.module.report().rows == 0
+    for each in everyone:
         step(each)
-        each.flush()
+        each.module.flush()
     step(given)
-    assert given.report().rows == 3, "they have taken them later"
-    plain_rows = plain.table["weight"]
-    assert torch.equal(cached.table["weight"], plain_rows)
+    assert given.module.report().rows == 3, "they have taken them later"
+    assert_same_content(cached.fields(), plain.fields())
     step(plain)
-    assert torch.equal(given.table["weight"], plain.table["weight"])
+    assert_same_content(given.fields(), plain.fields())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from loops import CAPACITY, JOINING, LOOPS, PLAIN, ROWS, TORCH, WAYS, Way, assert_same_numbers
+from loops import CACHED, CAPACITY, JOINING, LOOPS, PLAIN, ROWS, TORCH, Way, assert_same_numbers
+from loops import WAYS as UNCACHED
 from torch import optim
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = pytest.mark.usefixtures("deterministic", "restless")
+WAYS = UNCACHED | CACHED
 GRID = [(name, way) for name in LOOPS for way in WAYS]
-GRID += [(name, way) for name in JOINING for way in ("plain", "prefetch")]
+GRID += [
+    (name, way) for name in JOINING for way in ("plain", "prefetch", "cache", "cache-prefetch")
+]
 
 
 @pytest.mark.parametrize(("loop", "way"), GRID)

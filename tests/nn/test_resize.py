@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from interrupts import EVERY, every_interrupt, source_files
+from reference import assert_same_content
+from small_training import COLLECTIONS, KINDS
 from torch import Tensor, nn
 
 import speedtorch
@@ -53,8 +55,7 @@ def train(
 
 
 def rows_at_first() -> Tensor:
-    rows = torch.randn(OLD, DIM, generator=torch.Generator().manual_seed(3))
-    return rows
+    return torch.randn(OLD, DIM, generator=torch.Generator().manual_seed(3))
 
 
 def attached(
@@ -76,12 +77,6 @@ def everything(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return found | {k: v.clone() for k, v in module.state_dict().items()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_on_as_a_table_that_had_the_new_rows_from_the_start(
@@ -97,12 +92,9 @@ def test_it_trains_on_as_a_table_that_had_the_new_rows_from_the_start(
     train(embedding, optimizer, BEFORE)
     assert embedding.resize(NEW, rows=NEW_ROWS) is embedding
     train(larger, reference, BEFORE)
-    assert_equal(everything(embedding, optimizer), everything(larger, reference))
-    for one, other in zip(
-        train(embedding, optimizer, AFTER), train(larger, reference, AFTER), strict=True
-    ):
-        assert torch.equal(one, other)
-    assert_equal(everything(embedding, optimizer), everything(larger, reference))
+    assert_same_content(everything(embedding, optimizer), everything(larger, reference))
+    assert_same_content(train(embedding, optimizer, AFTER), train(larger, reference, AFTER))
+    assert_same_content(everything(embedding, optimizer), everything(larger, reference))
     assert embedding.weight is weight is groups[0]["params"][0]
     assert (embedding.num_embeddings, weight.shape) == (NEW, (NEW, DIM))
     assert embedding.table.rows == NEW
@@ -120,7 +112,7 @@ def test_it_trains_on_as_torch_does_with_rows_and_state_that_are_copied() -> Non
     embedding.resize(NEW, rows=NEW_ROWS)
     train(embedding, optimizer, AFTER)
     train(plain, reference, AFTER)
-    assert_equal(everything(embedding, optimizer), everything(plain, reference))
+    assert_same_content(everything(embedding, optimizer), everything(plain, reference))
 
 
 def test_new_rows_are_drawn_where_none_are_given() -> None:
@@ -131,14 +123,6 @@ def test_new_rows_are_drawn_where_none_are_given() -> None:
     assert torch.equal(after[:OLD], before)
     assert abs(float(after[OLD:].std()) - 1) < 0.05
     assert embedding.padding_idx == 2
-
-
-def test_a_table_without_rows_gets_its_first_ones() -> None:
-    module = speedtorch.Embedding(0, DIM)
-    optimizer = OPTIMIZERS["Adam"](module.parameters())
-    speedtorch.attach(optimizer, module)
-    module.resize(NEW - OLD, rows=NEW_ROWS)
-    assert torch.equal(module(torch.arange(NEW - OLD)), NEW_ROWS)
 
 
 class Resized:
@@ -173,9 +157,7 @@ class Resized:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "name", ["Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_capacity_grows_to_what_was_requested(name: str) -> None:
     made = Resized(name, 1)
     made.step([0])
@@ -193,11 +175,12 @@ def test_the_capacity_grows_to_what_was_requested(name: str) -> None:
 
 
 def test_a_table_without_rows_gets_its_capacity_with_its_first_ones() -> None:
-    embedding = speedtorch.Embedding(0, DIM, capacity=4)
+    embedding, optimizer = attached(torch.zeros(0, DIM), "Adam", {"capacity": 4})
     assert embedding.capacity == 1  # positions of invalid ids need a row
-    assert embedding.resize(3).capacity == 3
+    assert embedding.resize(3, rows=NEW_ROWS[:3]).capacity == 3
+    assert torch.equal(embedding(torch.arange(3)), NEW_ROWS[:3])
     assert embedding.resize(9).capacity == 4
-    embedding(torch.tensor([8, 1, 5, 3])).sum().backward()
+    train(embedding, optimizer, [[8, 1, 5, 3]])
     assert embedding.step_ids.tolist() == [1, 3, 5, 8]
 
 
@@ -231,7 +214,7 @@ def test_a_cuda_graph_that_is_left_refuses_a_larger_capacity(
     with pytest.raises(RuntimeError, match="resizing its table is not possible while a captured"):
         embedding.resize(NEW)
     assert (embedding.capacity, embedding.num_embeddings) == (OLD, OLD)
-    assert_equal(everything(embedding, optimizer), before)
+    assert_same_content(everything(embedding, optimizer), before)
 
 
 def test_a_copy_and_a_moved_module_know_the_capacity_that_was_requested() -> None:
@@ -251,7 +234,7 @@ def test_rows_are_added_again_and_again_before_and_after_attach() -> None:
     embedding.resize(NEW, rows=NEW_ROWS[3:])
     larger, reference = attached(torch.cat([rows_at_first(), NEW_ROWS]), "Adagrad", {})
     train(larger, reference, BEFORE)
-    assert_equal(everything(embedding, optimizer), everything(larger, reference))
+    assert_same_content(everything(embedding, optimizer), everything(larger, reference))
 
 
 def test_a_bag_and_a_frozen_table_get_more_rows() -> None:
@@ -272,20 +255,14 @@ def test_state_that_was_assigned_is_kept() -> None:
     assert found[OLD:].eq(0.5).all()
 
 
-@pytest.mark.parametrize("name", ["EmbeddingCollection", "EmbeddingBagCollection"])
+@pytest.mark.parametrize("name", COLLECTIONS)
 def test_a_table_of_a_collection_gets_more_rows(name: str) -> None:
-    kind, config = getattr(speedtorch, name), speedtorch.EmbeddingBagConfig
-    if name == "EmbeddingCollection":
-        config = speedtorch.EmbeddingConfig
+    kind, config = (getattr(speedtorch, f"{name[:-10]}{part}") for part in ("Collection", "Config"))
 
-    def made(users: int, more: Tensor) -> tuple[Any, torch.optim.Optimizer]:
-        tables = [config(users, DIM, "user"), config(5, DIM, "item"), config(3, 2, "place")]
+    def made(users: Tensor) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        rows = {
-            "user": torch.cat([torch.randn(OLD, DIM), more]),
-            "item": torch.randn(5, DIM),
-            "place": torch.randn(3, 2),
-        }
+        rows = {"user": users, "item": torch.randn(5, DIM), "place": torch.randn(3, 2)}
+        tables = [config(*given.shape, table) for table, given in rows.items()]
         collection = kind.from_pretrained(tables, rows, freeze=False)
         optimizer = OPTIMIZERS["Adam"](collection.parameters())
         speedtorch.attach(optimizer, collection)
@@ -299,27 +276,21 @@ def test_a_table_of_a_collection_gets_more_rows(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    small, optimizer = made(OLD, NEW_ROWS[:0])
-    large, reference = made(NEW, NEW_ROWS)
-    step(small, optimizer, [5, 2])
-    step(large, reference, [5, 2])
-    small.resize("user", NEW, rows=NEW_ROWS)
-    step(small, optimizer, [10, 2])
-    step(large, reference, [10, 2])
-    assert_equal(small.state_dict(), large.state_dict())
-    for one, other in zip(
-        optimizer.state_dict()["state"].values(),
-        reference.state_dict()["state"].values(),
-        strict=True,
-    ):
-        assert_equal(one, other)
-    configs = getattr(small, "embedding_bag_configs", getattr(small, "embedding_configs", None))
-    assert configs is not None
+    small, large = made(rows_at_first()), made(torch.cat([rows_at_first(), NEW_ROWS]))
+    for training in (small, large):
+        step(*training, [5, 2])
+    collection, items = small[0], large[0].table_weight("item")
+    collection.resize("user", NEW, rows=NEW_ROWS)
+    for training in (small, large):
+        step(*training, [10, 2])
+    for one, other in zip(small, large, strict=True):
+        assert_same_content(one.state_dict(), other.state_dict())
+    configs = getattr(collection, f"embedding_{'bag_' * ('Bag' in name)}configs")
     assert [config.num_embeddings for config in configs()] == [NEW, 5, 3]
-    small.resize("item", 9)
+    collection.resize("item", 9)
     bound = (1 / 9) ** 0.5
-    assert 0 < float(small.table_weight("item")[5:].abs().max()) <= bound
-    assert torch.equal(small.table_weight("item")[:5], large.table_weight("item"))
+    assert 0 < float(collection.table_weight("item")[5:].abs().max()) <= bound
+    assert torch.equal(collection.table_weight("item")[:5], items)
 
 
 def in_a_step(embedding: Any) -> None:
@@ -437,10 +408,10 @@ def test_an_exception_does_not_change_the_table(every: int, settings: str) -> No
     files = source_files("nn/*.py", "step/*.py", "table/*.py", "optim/*.py")
     for (embedding, optimizer), _ in every_interrupt(prepare, grow, files=files, every=every):
         if embedding.num_embeddings == OLD:
-            assert_equal(everything(embedding, optimizer), before)
+            assert_same_content(everything(embedding, optimizer), before)
             grow((embedding, optimizer))
         train(embedding, optimizer, [[1, 5]])
-        assert_equal(everything(embedding, optimizer), everything(*whole))
+        assert_same_content(everything(embedding, optimizer), everything(*whole))
 
 
 def test_the_next_incremental_checkpoint_has_all_rows(tmp_path: Any) -> None:
@@ -458,4 +429,4 @@ def test_the_next_incremental_checkpoint_has_all_rows(tmp_path: Any) -> None:
     save(3)
     loaded, resumed = attached(torch.zeros(NEW, DIM), "Adam", {})
     speedtorch.load(tmp_path, model=loaded, optimizer=resumed)
-    assert_equal(everything(loaded, resumed), everything(embedding, optimizer))
+    assert_same_content(everything(loaded, resumed), everything(embedding, optimizer))
