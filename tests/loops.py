@@ -311,6 +311,12 @@ def batches_of_no_ids(training: Training) -> None:
 
 
 @loop
+def no_ids_before_others(training: Training) -> None:
+    for number, ids in enumerate(training.loop(training.batches())):
+        training.learn(ids[:0], ids, apart=number % 2 == 1)
+
+
+@loop
 def zero_grad_before_the_lookup(training: Training) -> None:
     for number, ids in enumerate(training.loop(training.batches())):
         training.optimizer.zero_grad(set_to_none=number % 8 < 4)
