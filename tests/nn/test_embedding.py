@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import speedtorch
 
 ROWS, WIDTH = 20, 3
 IDS = torch.tensor([[3, 1, 3], [0, 19, 3]])
+MODULES = pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
 
 
 def pair(device: str = "cpu", **settings: Any) -> tuple[nn.Embedding, speedtorch.Embedding]:
@@ -127,23 +127,6 @@ def test_a_step_holds_every_row_once(device: str) -> None:
     assert ours.weight.grad[:, 0].tolist() == IDS.flatten().bincount(minlength=ROWS).tolist()
 
 
-def test_rows_announced_within_a_step_join_it(device: str) -> None:
-    theirs, ours = pair(device)
-    for module in (theirs, ours):
-        early = module(IDS[0].to(device)).sum()
-        if module is ours:
-            ours.announce(IDS[1].to(device))
-            assert held(ours) == len(IDS.unique())
-        sgd_step(module, early + module(IDS[1].to(device)).square().sum())
-    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
-    ours.announce(torch.tensor([ROWS - 1, 0], device=device))
-    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
-    with pytest.raises(IndexError, match="20.*20 rows"):
-        ours.announce(torch.tensor([ROWS], device=device))
-        ours(IDS)
-    assert_same_bytes(ours(IDS), theirs(IDS.to(device)))
-
-
 def test_a_penalty_on_looked_up_rows_is_torchs_and_one_on_all_rows_is_refused() -> None:
     theirs, ours = pair()
     for ids in (IDS[0], IDS[1, :2]):
@@ -174,26 +157,14 @@ def test_lookups_that_are_not_trained_do_not_pile_up() -> None:
     assert held(ours) == 1
 
 
-def test_a_step_that_a_scaler_skips_changes_nothing() -> None:
-    _, ours = pair()
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
-    before = rows_of(ours).clone()
-    for set_to_none in (True, False):
-        ours(IDS[0]).sum().backward()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        ours(torch.tensor([7])).sum().backward()
-        assert held(ours) == 1
-        optimizer.zero_grad()
-    assert_same_bytes(rows_of(ours), before)
-
-
-def test_from_pretrained_is_frozen_by_default() -> None:
+@MODULES
+def test_from_pretrained_is_frozen_by_default(make: Any) -> None:
     weight = torch.randn(5, 2)
-    frozen = speedtorch.Embedding.from_pretrained(weight)
-    assert not frozen.weight.requires_grad
-    out = frozen(torch.tensor([4, 4, 0]))
-    assert not out.requires_grad and torch.equal(out, weight[[4, 4, 0]])
-    assert speedtorch.Embedding.from_pretrained(weight, freeze=False).weight.requires_grad
+    frozen, trained = make.from_pretrained(weight), make.from_pretrained(weight, freeze=False)
+    out = frozen(torch.tensor([[4], [4], [0]]))
+    assert torch.equal(out.view(3, 2), weight[[4, 4, 0]])
+    assert not (frozen.weight.requires_grad or out.requires_grad)
+    assert trained.weight.requires_grad and trained(torch.tensor([[4]])).requires_grad
 
 
 def test_from_pretrained_takes_a_saved_table_or_a_table(tmp_path: Path) -> None:
@@ -206,7 +177,7 @@ def test_from_pretrained_takes_a_saved_table_or_a_table(tmp_path: Path) -> None:
         assert torch.equal(each(torch.arange(5)), table["weight"])
 
 
-@pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
+@MODULES
 def test_from_pretrained_names_a_field_that_is_missing(make: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     table = speedtorch.HostTable.from_fields(5, {"emb.weight": (2, torch.float32)}).fill_(
@@ -223,12 +194,6 @@ def test_from_pretrained_names_a_field_that_is_missing(make: Any, tmp_path: Path
         make.from_pretrained(table)
     with pytest.raises(ValueError, match=f"_weight: this HostTable {has}"):
         make(5, 2, _weight=table)
-
-
-def test_from_pretrained_of_a_collection_names_a_field_that_is_missing(tmp_path: Path) -> None:
-    path = str(tmp_path / "model.safetensors")
-    fields: Any = {"emb.weight": (2, torch.float32)}
-    speedtorch.HostTable.from_fields(5, fields).zeros_("emb.weight").save(path)
     config = speedtorch.EmbeddingBagConfig(5, 2, "words")
     with pytest.raises(ValueError, match=rf"embeddings\['words'\]: {path} has no field 'weight'"):
         speedtorch.EmbeddingBagCollection.from_pretrained([config], {"words": path})
@@ -276,23 +241,6 @@ def test_repr_is_that_of_torch_with_the_place_of_the_rows() -> None:
     theirs, ours = pair(padding_idx=3, max_norm=0.5, sparse=True)
     place = f", device=cpu, memory={ours.table.memory})"
     assert repr(ours).replace("'", "") == repr(theirs).replace("'", "")[:-1] + place
-
-
-def wrong(make: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_wrong_arguments_are_refused() -> None:
-    wrong(lambda: speedtorch.Embedding(5, 2, padding_idx=5), ValueError, "padding_idx.*-5 to 4.*5")
-    wrong(lambda: speedtorch.Embedding(-1, 2), ValueError, "-1")
-    wrong(lambda: speedtorch.Embedding(5, 2, memory="disk"), ValueError, "disk")
-    wrong(
-        lambda: speedtorch.Embedding(5, 2, _weight=torch.zeros(4, 2)),
-        ValueError,
-        r"\(5, 2\), got \(4, 2\)",
-    )
-    wrong(lambda: speedtorch.Embedding.from_pretrained(torch.zeros(4)), ValueError, r"\[4\]")
 
 
 def test_backward_through_rows_that_have_left_is_an_error() -> None:

@@ -98,24 +98,6 @@ def test_weights_of_samples_get_their_gradient(device: str, frozen: bool) -> Non
     assert_same_bytes(gradients[1], gradients[0])
 
 
-def test_wrong_use_is_an_error() -> None:
-    with pytest.raises(ValueError, match="mode: expected 'sum', 'mean' or 'max', got 'min'"):
-        speedtorch.EmbeddingBag(3, 2, mode="min")
-    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum")
-    with pytest.raises(ValueError, match=r"EmbeddingBag: a 1-D input needs offsets \[bags\]"):
-        bag(IDS)
-    with pytest.raises(IndexError, match="20.*20 rows"):
-        bag(torch.tensor([ROWS]), torch.tensor([0]))
-
-
 def test_repr_names_what_differs_from_the_defaults() -> None:
     bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=2)
     assert repr(bag) == ("EmbeddingBag(20, 4, padding_idx=2, mode='sum', device=cpu, memory=auto)")
-
-
-def test_from_pretrained_is_frozen_by_default() -> None:
-    weight = torch.randn(5, 2)
-    frozen = speedtorch.EmbeddingBag.from_pretrained(weight, mode="sum")
-    assert not frozen(torch.tensor([[4, 0]])).requires_grad
-    trained = speedtorch.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum")
-    assert trained(torch.tensor([[4, 0]])).requires_grad

@@ -225,43 +225,6 @@ def test_parametrised_modules_and_freezing_behave() -> None:
     assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
-def test_other_modules_and_things_are_reported_by_name() -> None:
-    own = speedtorch.Embedding(5, 3)
-    bag = speedtorch.EmbeddingBag(5, 3)
-    for make, given in (
-        (speedtorch.Embedding, own),
-        (speedtorch.Embedding, nn.EmbeddingBag(5, 3)),
-        (speedtorch.EmbeddingBag, bag),
-        (speedtorch.EmbeddingBag, nn.Embedding(5, 3)),
-    ):
-        with pytest.raises(TypeError, match=r"module: expected a torch.nn.Embedding(Bag)?, got"):
-            make.from_module(given)
-    for wrong in ([[1.0, 2.0]], None, torch.eye(3).numpy()):
-        with pytest.raises(
-            TypeError, match="embeddings: expected a tensor, a HostTable or the path"
-        ):
-            speedtorch.Embedding.from_pretrained(wrong)
-    with pytest.raises(TypeError, match="_weight: expected a tensor, got list"):
-        speedtorch.Embedding(4, 4, _weight=[1])
-    with pytest.raises(TypeError, match="float"):
-        speedtorch.Embedding(4, 4, padding_idx=1.5)
-    with pytest.raises(ValueError, match="memory='file' needs a path.*from_pretrained"):
-        speedtorch.Embedding(4, 4, memory="file")
-    with pytest.raises(NotImplementedError, match="Embedding: its table cannot be moved to shared"):
-        own.share_memory()
-    with pytest.raises(NotImplementedError, match="Embedding: its table cannot be moved to shared"):
-        nn.Sequential(own).share_memory()
-    with pytest.raises(RuntimeError, match=r"weight: expected a tensor, got int"):
-        own.load_state_dict({"weight": 3})
-    with pytest.raises(TypeError, match=r"Embedding cannot be pickled.* its table. Save model"):
-        torch.save(Model(), io.BytesIO())
-    with pytest.raises(NotImplementedError, match="Embedding: DataParallel"):
-        own._replicate_for_data_parallel()
-    own.weight = nn.Parameter(torch.zeros(5, 3))
-    with pytest.raises(RuntimeError, match="Embedding: its weight was replaced"):
-        own(torch.tensor([1]))
-
-
 def test_one_table_is_trained_by_one_module() -> None:
     table = speedtorch.HostTable(5, 3).fill_(1)
     ids = torch.tensor([0, 1])

@@ -1,17 +1,15 @@
-"""prefetch of several tables, how far it reads ahead, and wrong use; tests/loops.py has loops."""
+"""prefetch: how far it reads ahead, and what it keeps; tests/loops.py has loops."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from embedding_reference import random_ids
 from loops import ROWS, WAYS, WIDTH, Training
-from reference import assert_same_bytes, assert_same_content
+from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -49,31 +47,6 @@ def test_rows_that_went_from_one_step_to_a_batch_ahead_are_not_lost(
     assert embedding.state_dict()["weight"][:4, 0].tolist() == [0, -1, -1, 0]
 
 
-def test_several_tables(device: str) -> None:
-    batches = [ids.to(device) for ids in random_ids(ROWS, 30, 0.5, most=14)]
-
-    def train(*, ahead: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        user = speedtorch.Embedding(ROWS, WIDTH, device=device)
-        item = speedtorch.EmbeddingBag(ROWS, WIDTH, device=device, mode="sum")
-        model = nn.ModuleList([user, item])
-        adam = optim.Adam(model.parameters(), lr=0.1)
-        speedtorch.attach(adam, model)
-        pairs = [(ids, ids.flip(0)[None]) for ids in batches]
-        loader: Iterable[Any] = pairs
-        if ahead:
-            loader = speedtorch.prefetch(pairs, model, ids=lambda b: {user: b[0], item: [b[1]]})
-            assert len(loader) == len(pairs)
-        for users, items in loader:
-            adam.zero_grad()
-            (user(users).sum(0) * item(items)).sum().backward()
-            adam.step()
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    expected = train(ahead=False)
-    assert_same_content(train(ahead=True), expected)
-
-
 def test_it_reads_two_batches_ahead_and_plans_every_batch_once() -> None:
     training = Training(WAYS["prefetch"])
     taken: list[int] = []
@@ -86,28 +59,6 @@ def test_it_reads_two_batches_ahead_and_plans_every_batch_once() -> None:
     for number, ids in enumerate(speedtorch.prefetch(loader(), training.emb, ids=lambda b: b)):
         assert len(taken) == min(6, number + 3)
         training.learn(ids)
-
-
-def test_wrong_use_is_an_error() -> None:
-    training = Training(WAYS["prefetch"])
-    embedding = training.emb
-    with pytest.raises(ValueError, match="Linear has no speedtorch.Embedding"):
-        speedtorch.prefetch([], nn.Linear(1, 1), ids=lambda b: b)
-    other = speedtorch.Embedding(3, 2)
-    both = nn.ModuleList([embedding, other])
-    for ids, error, message in (
-        (lambda b: b, ValueError, "the model has 2 Embeddings. Return a dict"),
-        (lambda b: {nn.Embedding(1, 1): b}, ValueError, "keys that are Embeddings"),
-        (
-            lambda b: {embedding: [[1, 2]]},
-            TypeError,
-            "ids: expected an int32 or int64 tensor, got list",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            next(iter(speedtorch.prefetch(training.batches(), both, ids=ids)))
-    with pytest.raises(TypeError):
-        len(speedtorch.prefetch(iter([]), embedding, ids=lambda b: b))
 
 
 @NEEDS_GPU

@@ -19,22 +19,30 @@ ROWS, WIDTH = 20, 4
 BATCHES = [torch.tensor(ids) for ids in ([1, 2], [2, 3], [4, 5], [6, 7], [8, 9])]
 
 
-def trained_rows(embedding: speedtorch.Embedding) -> Tensor:
-    embedding.flush()
-    return embedding.table["weight"].cpu()
+class Training:
+    """An embedding, SGD that takes 1 from each row of a step, and what rows must be."""
 
+    def __init__(self, device: str = "cpu", decay: float = 0.0) -> None:
+        weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.expected, self.decay = weight.clone(), decay
+        self.embedding = speedtorch.Embedding.from_pretrained(weight, False, device=device)
+        self.sgd = optim.SGD(self.embedding.parameters(), lr=1.0, weight_decay=decay)
 
-def made(device: str = "cpu") -> tuple[speedtorch.Embedding, optim.Optimizer, Tensor]:
-    """An embedding, SGD that takes 1 from each row of a step, and the first values."""
-    weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    embedding = speedtorch.Embedding.from_pretrained(weight, False, device=device)
-    return embedding, optim.SGD(embedding.parameters(), lr=1.0), weight.clone()
+    def ahead(self, batches: Any) -> Any:
+        return speedtorch.prefetch(batches, self.embedding, ids=lambda ids: ids)
 
+    def step(self, ids: Tensor) -> None:
+        self.sgd.zero_grad()
+        self.embedding(ids).sum().backward()
+        self.sgd.step()
+        self.expected[ids.cpu()] -= 1 + self.decay * self.expected[ids.cpu()]
 
-def step(embedding: nn.Module, sgd: optim.Optimizer, ids: Tensor) -> None:
-    sgd.zero_grad()
-    embedding(ids).sum().backward()
-    sgd.step()
+    def rows(self) -> Tensor:
+        self.embedding.flush()
+        return self.embedding.table["weight"].cpu()
+
+    def check(self) -> None:
+        assert_same_bytes(self.rows(), self.expected)
 
 
 def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
@@ -75,10 +83,10 @@ def _raise(error: BaseException) -> None:
 def test_evicted_rows_are_not_lost(
     device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedding, sgd, expected = made(device)
-    held = embedding.trained_rows.exchange.held
+    training = Training(device)
+    held = training.embedding.trained_rows.exchange.held
     failed = []
-    for number, ids in enumerate(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b)):
+    for number, ids in enumerate(training.ahead(BATCHES)):
         if number == 2:
             before = held.now.number
 
@@ -89,32 +97,30 @@ def test_evicted_rows_are_not_lost(
                 failed.append(True)
                 return True
 
-            fault(embedding.trained_rows, monkeypatch, fails)
+            fault(training.embedding.trained_rows, monkeypatch, fails)
             with pytest.raises((torch.OutOfMemoryError, IndexError, KeyboardInterrupt)):
-                embedding(ids)
+                training.embedding(ids)
             continue
-        step(embedding, sgd, ids)
-        expected[ids] -= 1
+        training.step(ids)
     assert failed
-    assert_same_bytes(trained_rows(embedding), expected)
+    training.check()
 
 
 def test_bad_ids_of_the_next_batch_are_no_error_of_this_one(device: str) -> None:
-    embedding, sgd, expected = made(device)
+    training = Training(device)
     given = [*BATCHES[:3], torch.tensor([6, ROWS]), *BATCHES[3:]]
     given = [ids.to(device) for ids in given]
     seen = 0
     with pytest.raises(IndexError, match="id 20 .*20 rows"):
-        for ids in speedtorch.prefetch(given, embedding, ids=lambda b: b):
-            step(embedding, sgd, ids)
-            expected[ids.cpu()] -= 1
+        for ids in training.ahead(given):
+            training.step(ids)
             seen += 1
     assert seen == 3
-    assert_same_bytes(trained_rows(embedding), expected)
+    training.check()
 
 
 def test_what_a_loader_returned_before_it_failed_is_trained() -> None:
-    embedding, sgd, expected = made()
+    training = Training()
 
     def loader() -> Iterator[Tensor]:
         yield from BATCHES[:4]
@@ -122,65 +128,59 @@ def test_what_a_loader_returned_before_it_failed_is_trained() -> None:
 
     seen = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for ids in speedtorch.prefetch(loader(), embedding, ids=lambda b: b):
-            step(embedding, sgd, ids)
-            expected[ids] -= 1
+        for ids in training.ahead(loader()):
+            training.step(ids)
             seen.append(ids)
     assert len(seen) == 4
-    assert_same_bytes(trained_rows(embedding), expected)
+    training.check()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: bool) -> None:
-    embedding, sgd, expected = made(device)
+    training = Training(device)
     given: Any = [torch.tensor([i, i + 1]) for i in range(6)]
-    for number, ids in enumerate(
-        speedtorch.prefetch(given, embedding, ids=lambda b: b) if ahead else given
-    ):
-        step(embedding, sgd, ids)
-        expected[ids] -= 1
+    for number, ids in enumerate(training.ahead(given) if ahead else given):
+        training.step(ids)
         if number == 1:
-            embedding.flush()
-            for rows in (embedding.table["weight"], expected):
+            training.embedding.flush()
+            for rows in (training.embedding.table["weight"], training.expected):
                 rows[2:4] = torch.tensor([[7.0], [8.0]])
             speedtorch.synchronize()
-    assert_same_bytes(trained_rows(embedding), expected)
+    training.check()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_what_was_announced_before_a_loop_and_not_looked_up_is_in_no_step(
     device: str, ahead: bool
 ) -> None:
-    embedding, _, expected = made(device)
-    sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
-    embedding.announce(torch.tensor([17, 18], device=device))
+    training = Training(device, decay=0.5)
+    training.embedding.announce(torch.tensor([17, 18], device=device))
     given: Any = [ids.to(device) for ids in BATCHES]
-    for ids in speedtorch.prefetch(given, embedding, ids=lambda b: b) if ahead else given:
-        step(embedding, sgd, ids)
-        expected[ids.cpu()] -= 1 + 0.5 * expected[ids.cpu()]
-    torch.testing.assert_close(trained_rows(embedding), expected)
+    for ids in training.ahead(given) if ahead else given:
+        training.step(ids)
+    torch.testing.assert_close(training.rows(), training.expected)
 
 
 def test_announcements_before_and_within_the_loop_are_of_one_step(device: str) -> None:
-    embedding, _, expected = made(device)
-    sgd = optim.SGD(embedding.parameters(), lr=1.0, weight_decay=0.5)
+    training = Training(device, decay=0.5)
+    embedding, expected = training.embedding, training.expected
     before, within = torch.tensor([17, 18]).to(device), torch.tensor([18, 19]).to(device)
     embedding.announce(before)
     given: Any = [ids.to(device) for ids in BATCHES[:1]]
-    for ids in speedtorch.prefetch(given, embedding, ids=lambda b: b):
+    for ids in training.ahead(given):
         embedding.announce(within)
         assert embedding(before).requires_grad
         held = len(embedding.step_ids)
         loss = embedding(ids).sum() + 0 * embedding(within).sum()
         assert held == 3  # of both announcements
         loss.backward()
-        sgd.step()
+        training.sgd.step()
     gradient = torch.zeros(ROWS, 1)
     gradient[BATCHES[0]] = 1
     changed = [*BATCHES[0].tolist(), 18, 19]
     expected[changed] -= gradient[changed] + 0.5 * expected[changed]
-    torch.testing.assert_close(trained_rows(embedding)[:17], expected[:17])
-    torch.testing.assert_close(trained_rows(embedding)[18:], expected[18:])
+    torch.testing.assert_close(training.rows()[:17], expected[:17])
+    torch.testing.assert_close(training.rows()[18:], expected[18:])
 
 
 def changed_after(announce_more: Callable[[speedtorch.Embedding], object]) -> list[int]:
@@ -237,45 +237,69 @@ def test_what_was_announced_and_not_looked_up_joins_no_step_that_goes_on_after_a
 
 
 def test_a_batch_may_name_no_row() -> None:
-    embedding, sgd, expected = made()
+    training = Training()
     given = [[], [BATCHES[0]], [], [BATCHES[1]]]
-    for parts in speedtorch.prefetch(given, embedding, ids=lambda b: b):
+    for parts in training.ahead(given):
         for ids in parts:
-            step(embedding, sgd, ids)
-            expected[ids] -= 1
-    assert_same_bytes(trained_rows(embedding), expected)
+            training.step(ids)
+    training.check()
 
 
-def test_arguments_of_a_wrong_kind_are_reported() -> None:
-    embedding, _, _ = made()
-    with pytest.raises(TypeError, match="ids: expected a function of a batch, got NoneType"):
-        speedtorch.prefetch(BATCHES, embedding, ids=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got int"):
-        speedtorch.prefetch(BATCHES, 3, ids=lambda b: b)  # type: ignore[arg-type]
-    for wrong, found in ((None, "NoneType"), (1, "int"), ([1], "int")):
-        with pytest.raises(TypeError, match=f"ids: expected an int32 or int64 tensor, got {found}"):
-            list(speedtorch.prefetch(BATCHES, embedding, ids=lambda b, wrong=wrong: wrong))
-    with pytest.raises(
-        TypeError, match="expected a dense int32 or int64 tensor, got torch.float32"
-    ):
-        list(speedtorch.prefetch(BATCHES, embedding, ids=lambda b: b.float()))
+def one() -> nn.Module:
+    return Training().embedding
+
+
+def two() -> nn.Module:
+    return nn.ModuleList(speedtorch.Embedding(ROWS, 2) for _ in range(2))
+
+
+def of_batch(batch: Tensor) -> Tensor:
+    return batch
+
+
+NO_IDS = "ids: expected an int32 or int64 tensor, got"
+WRONG: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
+    (lambda: nn.Linear(1, 1), of_batch, ValueError, "Linear has no speedtorch.Embedding"),
+    (lambda: 3, of_batch, TypeError, "model: expected a torch.nn.Module, got int"),
+    (two, None, TypeError, "ids: expected a function of a batch, got NoneType"),
+    (two, of_batch, ValueError, "the model has 2 Embeddings. Return a dict"),
+    (two, lambda b: {nn.Embedding(1, 1): b}, ValueError, "keys that are Embeddings"),
+    (one, lambda _: None, TypeError, f"{NO_IDS} NoneType"),
+    (one, lambda _: 1, TypeError, f"{NO_IDS} int"),
+    (one, lambda _: [1], TypeError, f"{NO_IDS} int"),
+    (one, lambda _: [[1]], TypeError, f"{NO_IDS} list"),
+    (one, Tensor.float, TypeError, "expected a dense int32 or int64 tensor, got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("model", "ids", "error", "message"), WRONG)
+def test_arguments_of_a_wrong_kind_are_reported(
+    model: Callable[[], Any], ids: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        list(speedtorch.prefetch(BATCHES, model(), ids=ids))
+
+
+def test_a_loader_without_a_length_has_none_ahead() -> None:
+    assert len(Training().ahead(BATCHES)) == len(BATCHES)
+    with pytest.raises(TypeError):
+        len(Training().ahead(iter([])))
 
 
 @NEEDS_GPU
 def test_a_bad_batch_is_bad_again() -> None:
     """Its counts are read once, into memory that later batches use again."""
-    embedding, sgd, expected = made("cuda")
+    training = Training("cuda")
     given = [*BATCHES[:2], torch.tensor([3, ROWS]), *BATCHES[2:], *BATCHES]
     refused = 0
     given = [ids.to("cuda") for ids in given]
-    for number, ids in enumerate(speedtorch.prefetch(given, embedding, ids=lambda b: b)):
+    for number, ids in enumerate(training.ahead(given)):
         if number == 2:
             for _ in range(3):
                 with pytest.raises(IndexError, match=r"id 20 at position 1 is out of range"):
-                    embedding(ids)
+                    training.embedding(ids)
                 refused += 1
             continue
-        step(embedding, sgd, ids)
-        expected[ids.cpu()] -= 1
+        training.step(ids)
     assert refused == 3
-    assert_same_bytes(trained_rows(embedding), expected)
+    training.check()

@@ -88,6 +88,84 @@ def test_ids_in_no_bag_are_an_error_where_torch_would_crash() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
+# Arguments of modules
+
+
+def embedding(rows: int = 5, **settings: Any) -> Any:
+    return speedtorch.Embedding(rows, 3, **settings)
+
+
+def replaced() -> None:
+    own = embedding()
+    own.weight = nn.Parameter(torch.zeros(5, 3))
+    own(torch.tensor([1]))
+
+
+from_rows = speedtorch.Embedding.from_pretrained
+NO_MODULE = r"module: expected a torch.nn.Embedding(Bag)?, got"
+NO_ROWS = "embeddings: expected a tensor, a HostTable or the path"
+NOT_SHARED = "Embedding: its table cannot be moved to shared"
+WRONG: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
+    ValueError: [
+        (lambda: embedding(padding_idx=5), "padding_idx.*-5 to 4.*5"),
+        (lambda: embedding(-1), "-1"),
+        (lambda: embedding(memory="disk"), "disk"),
+        (lambda: embedding(memory="file"), "memory='file' needs a path.*from_pretrained"),
+        (lambda: embedding(_weight=torch.zeros(4, 3)), r"\(5, 3\), got \(4, 3\)"),
+        (lambda: from_rows(torch.zeros(4)), r"\[4\]"),
+        (
+            lambda: speedtorch.EmbeddingBag(3, 2, mode="min"),
+            "mode: expected 'sum', 'mean' or 'max', got 'min'",
+        ),
+        (
+            lambda: speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum")(IDS),
+            r"EmbeddingBag: a 1-D input needs offsets \[bags\]",
+        ),
+    ],
+    IndexError: [
+        (
+            lambda: speedtorch.EmbeddingBag(20, 3)(torch.tensor([20]), torch.tensor([0])),
+            "20.*20 rows",
+        ),
+    ],
+    TypeError: [
+        (lambda: speedtorch.Embedding.from_module(embedding()), NO_MODULE),
+        (lambda: speedtorch.Embedding.from_module(nn.EmbeddingBag(5, 3)), NO_MODULE),
+        (lambda: speedtorch.EmbeddingBag.from_module(speedtorch.EmbeddingBag(5, 3)), NO_MODULE),
+        (lambda: speedtorch.EmbeddingBag.from_module(nn.Embedding(5, 3)), NO_MODULE),
+        (lambda: from_rows([[1.0, 2.0]]), NO_ROWS),
+        (lambda: from_rows(None), NO_ROWS),
+        (lambda: from_rows(torch.eye(3).numpy()), NO_ROWS),
+        (lambda: embedding(_weight=[1]), "_weight: expected a tensor, got list"),
+        (lambda: embedding(padding_idx=1.5), "float"),
+        (
+            lambda: torch.save(Model(), io.BytesIO()),
+            "Embedding cannot be pickled.* its table. Save model",
+        ),
+    ],
+    NotImplementedError: [
+        (lambda: embedding().share_memory(), NOT_SHARED),
+        (lambda: nn.Sequential(embedding()).share_memory(), NOT_SHARED),
+        (lambda: embedding()._replicate_for_data_parallel(), "Embedding: DataParallel"),
+    ],
+    RuntimeError: [
+        (lambda: embedding().load_state_dict({"weight": 3}), "weight: expected a tensor, got int"),
+        (replaced, "Embedding: its weight was replaced"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"), [(error, *row) for error, rows in WRONG.items() for row in rows]
+)
+def test_wrong_arguments_are_reported_by_name(
+    error: type[Exception], call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------
 # Places and values
 
 
