@@ -121,32 +121,42 @@ GUESSES: dict[str, Callable[[int], Tensor] | None] = {
 
 
 def assert_same_worlds(one: World, other: World) -> None:
-    ours, theirs = one.everything(), other.everything()
-    assert ours.keys() == theirs.keys()
-    assert_same_content(ours, theirs)
+    assert_same_content(one.everything(), other.everything())
+
+
+class Pair:
+    """A world without a graph, and one whose steps are a graph."""
+
+    def __init__(self, name: str = "Adam, fused", guess: str = "none", capacity: int = IDS) -> None:
+        self.plain, self.world = World(name, capacity=None), World(name, capacity)
+        self.worlds = (self.plain, self.world)
+        self.step = Foreseeing(self.world, GUESSES[guess])
+
+    def train(self, *batch: Tensor) -> None:
+        expected = self.plain.step(*batch)
+        assert_same_bytes(self.step(*batch), expected)
+
+    def check(self) -> None:
+        assert_same_worlds(self.world, self.plain)
 
 
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_graph_trains_as_the_step_itself(name: str, overlap: float) -> None:
-    plain, world = World(name, capacity=None), World(name)
-    step = world.graphed()
-    for ids, targets in batches(200, overlap):
-        expected = plain.step(ids, targets)
-        assert_same_bytes(step(ids, targets), expected)
-    assert_same_worlds(world, plain)
+    pair = Pair(name)
+    for batch in batches(200, overlap):
+        pair.train(*batch)
+    pair.check()
 
 
 @pytest.mark.dealt("name")
 @pytest.mark.parametrize("guess", [guess for guess in GUESSES if guess != "none"])
 @pytest.mark.parametrize("name", ["Adam, fused", "AdamW", "SGD"])
 def test_what_is_foreseen_changes_no_number(name: str, guess: str) -> None:
-    plain, world = World(name, capacity=None), World(name)
-    step = Foreseeing(world, GUESSES[guess])
-    for ids, targets in batches(50):
-        expected = plain.step(ids, targets)
-        assert_same_bytes(step(ids, targets), expected)
-    assert_same_worlds(world, plain)
+    pair = Pair(name, guess)
+    for batch in batches(50):
+        pair.train(*batch)
+    pair.check()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -182,13 +192,13 @@ def test_random_numbers_of_a_step_go_on_where_they_were() -> None:
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_what_stands_between_replays_is_right(guess: str) -> None:
-    plain, world = World(capacity=None), World()
-    step = Foreseeing(world, GUESSES[guess])
+    pair = Pair(guess=guess)
+    plain, world = pair.worlds
     for number, (ids, targets) in enumerate(batches(60)):
         if number % 5 == 4:  # of another size
             ids, targets = ids[:17], targets[:17]
         plain.step(ids, targets)
-        (world.step if number % 7 == 3 else step)(ids, targets)
+        (world.step if number % 7 == 3 else pair.step)(ids, targets)
         if number % 6 == 1:
             world.embedding.flush()
         if number % 6 == 2:
@@ -198,18 +208,17 @@ def test_what_stands_between_replays_is_right(guess: str) -> None:
             with torch.no_grad():
                 assert_same_bytes(world.embedding(ids), plain.embedding(ids))
         if number % 6 == 4:
-            for each in (plain, world):
+            for each in pair.worlds:
                 each.embedding.table["weight"][3] = number
         if number % 6 == 5:
             world.optimizer.state_dict()
-    assert_same_worlds(world, plain)
+    pair.check()
 
 
 @pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("fault", ["bad id", "too many"])
 def test_a_fault_is_reported_and_the_loop_goes_on(fault: str, guess: str) -> None:
-    plain, world = World(capacity=None), World(capacity=30)
-    step = Foreseeing(world, GUESSES[guess])
+    pair = Pair(guess=guess, capacity=30)
     errors = 0
     for number, (ids, targets) in enumerate(batches(40)):
         if number in (11, 25):
@@ -218,21 +227,21 @@ def test_a_fault_is_reported_and_the_loop_goes_on(fault: str, guess: str) -> Non
                 wrong[4] = ROWS
             else:
                 wrong = torch.arange(IDS, device="cuda")
-            scale = world.scale.detach().clone()
-            step(wrong, targets)
+            scale = pair.world.scale.detach().clone()
+            pair.step(wrong, targets)
             torch.cuda.synchronize()
-            assert torch.equal(scale, world.scale)  # a fused optimizer has skipped it
+            assert torch.equal(scale, pair.world.scale)  # a fused optimizer has skipped it
             error = IndexError if fault == "bad id" else RuntimeError
             match = (
                 "id 97 at position 4" if fault == "bad id" else "40 unique rows, but capacity=30"
             )
             with pytest.raises(error, match=match):
-                step(ids, targets)
+                pair.step(ids, targets)
             errors += 1
-        plain.step(ids, targets)
-        step(ids, targets)
+        pair.plain.step(ids, targets)
+        pair.step(ids, targets)
     assert errors == 2
-    assert_same_worlds(world, plain)
+    pair.check()
 
 
 def test_after_a_fault_nothing_moves_until_it_is_raised() -> None:
@@ -254,17 +263,15 @@ def test_after_a_fault_nothing_moves_until_it_is_raised() -> None:
 
 
 def test_an_exception_between_replays_loses_nothing() -> None:
-    plain, world = World(capacity=None), World()
-    step = world.graphed()
+    pair = Pair()
     for number, (ids, targets) in enumerate(batches(30)):
         if number % 9 == 5:
-            looked_up = world.embedding(ids)
+            looked_up = pair.world.embedding(ids)
             with pytest.raises(ZeroDivisionError):
                 looked_up.sum() / (1 // 0)
             del looked_up
-        plain.step(ids, targets)
-        step(ids, targets)
-    assert_same_worlds(world, plain)
+        pair.train(ids, targets)
+    pair.check()
 
 
 def test_what_would_move_the_rows_is_refused_while_a_graph_lives() -> None:
@@ -289,12 +296,8 @@ def test_what_would_move_the_rows_is_refused_while_a_graph_lives() -> None:
 
 def copied(state: Any) -> Any:
     """As a file would have it."""
-    return torch.load(io.BytesIO(saved(state)), weights_only=True)
-
-
-def saved(state: Any) -> bytes:
     torch.save(state, file := io.BytesIO())
-    return file.getvalue()
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def churn() -> None:
@@ -306,39 +309,35 @@ def churn() -> None:
 @pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "later"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_is_loaded_is_the_graphs(name: str, steps: int) -> None:
-    plain, world = World(name, capacity=None), World(name)
-    step = world.graphed()
-    trained = batches(12)
+    pair, trained = Pair(name), batches(12)
     for batch in trained[:steps]:
-        plain.step(*batch)
-        step(*batch)
-    kept = [copied(each.optimizer.state_dict()) for each in (plain, world)]
+        pair.train(*batch)
+    kept = [copied(each.optimizer.state_dict()) for each in pair.worlds]
     for batch in trained[steps:8]:
-        plain.step(*batch)
-        step(*batch)
-    for each, state in zip((plain, world), kept, strict=True):
+        pair.train(*batch)
+    for each, state in zip(pair.worlds, kept, strict=True):
         each.optimizer.load_state_dict(state)
         churn()
     for number, batch in enumerate(trained):
-        plain.step(*batch)
-        (world.step if number % 5 == 3 else step)(*batch)
+        pair.plain.step(*batch)
+        (pair.world.step if number % 5 == 3 else pair.step)(*batch)
         churn()
-    assert_same_worlds(world, plain)
+    pair.check()
 
 
-def test_a_tensor_that_a_setting_is_given_is_the_graphs() -> None:
-    plain, world = World("SGD, fused", capacity=None), World("SGD, fused")
-    step = world.graphed()
-    for number, batch in enumerate(batches(9)):
-        if number % 3 == 2:
-            for each in (plain, world):
-                rate = torch.tensor(0.1 / (1 + number), device="cuda")
-                each.optimizer.param_groups[0]["lr"] = rate
-            del rate
-            churn()
-        plain.step(*batch)
-        step(*batch)
-    assert_same_worlds(world, plain)
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_learning_rate_in_a_tensor_may_change(is_replaced: bool) -> None:
+    pair = Pair("SGD, fused")
+    for number, batch in enumerate(batches(20)):
+        for each in pair.worlds:
+            group, rate = each.optimizer.param_groups[0], torch.tensor(0.1 / (1 + number))
+            if not is_replaced:
+                group["lr"].copy_(rate)
+            elif number % 3 == 2:
+                group["lr"] = rate.cuda()
+        churn()
+        pair.train(*batch)
+    pair.check()
 
 
 def test_a_state_that_does_not_fit_the_graph_is_refused() -> None:
@@ -392,17 +391,6 @@ def test_a_number_that_changes_is_refused() -> None:
         step(*batch)
     world.optimizer.param_groups[0]["lr"] = 0.1
     step(*batch)
-
-
-def test_a_learning_rate_in_a_tensor_may_change() -> None:
-    plain, world = World("SGD, fused", capacity=None), World("SGD, fused")
-    step = world.graphed()
-    for number, (ids, targets) in enumerate(batches(20)):
-        for each in (plain, world):
-            each.optimizer.param_groups[0]["lr"].fill_(0.1 / (1 + number))
-        plain.step(ids, targets)
-        step(ids, targets)
-    assert_same_worlds(world, plain)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
