@@ -174,6 +174,15 @@ def assert_same_content(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
+def copied(state: Any) -> Any:
+    """A state dict with tensors of its own, in less time than deepcopy takes."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    return [copied(each) for each in state] if isinstance(state, list) else state
+
+
 def assert_same_storage(actual: Tensor, expected: Tensor) -> None:
     """As `assert_same_bytes`, also for the bytes before, between and after the rows."""
     assert_same_bytes(actual, expected)

@@ -28,7 +28,6 @@ from speedtorch import (
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.nn.table_ranges import TableRanges
 
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ROWS = {"user": 20, "item": 30, "word": 25}
 COLUMNS = {"user": 4, "item": 4, "word": 3}
 BAGS = {
@@ -40,7 +39,6 @@ BAGS = {
 """Ids of each feature, three samples."""
 TABLE_OF = {"user": "user", "seen": "item", "bought": "item", "word": "word"}
 COLLECTIONS = pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])
-Collection = EmbeddingBagCollection | EmbeddingCollection
 
 
 def configs(pooled: bool = True, names: Any = tuple(ROWS), **settings: Any) -> list[Any]:

@@ -37,6 +37,7 @@ from hypothesis.stateful import (
 from interrupts import ONLY_COUNTING, PACKAGE, Lines, out_of_memory
 from optimizer_cases import CASES
 from plain_training import PlainTable, PlainTraining, differences, make_optimizer
+from reference import copied
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -853,15 +854,6 @@ def gradient_of(lookup: Lookup, factor: int) -> Tensor:
     """Of a lookup's result; whole numbers, zeros where the factor is."""
     count = lookup.result.numel()
     return (torch.arange(count) % 3 - 1.0).view(lookup.result.shape) * factor
-
-
-def copied(state: Any) -> Any:
-    """A state dict with tensors of its own."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    return [copied(each) for each in state] if isinstance(state, list) else state
 
 
 def all_of(table: PlainTable) -> dict[str, Tensor]:
