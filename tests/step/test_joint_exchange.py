@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from embedding_reference import random_ids
 from torch import Tensor, nn, optim
 
@@ -21,7 +20,6 @@ from speedtorch.step import joint_exchange, row_store
 
 ROWS, WIDTH, TABLES = (30, 7, 50), 4, 3
 pytestmark = pytest.mark.usefixtures("deterministic")
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 class Training:
@@ -33,24 +31,19 @@ class Training:
         self.model = nn.ModuleList(
             speedtorch.Embedding(rows, WIDTH, device=device) for rows in ROWS
         )
-        kinds: dict[str, Callable[[Any], optim.Optimizer]] = {
-            "Adam": lambda parameters: optim.Adam(parameters, lr=0.1),
-            "SGD": lambda parameters: optim.SGD(parameters, lr=0.1),
-        }
-        self.optimizer = kinds[optimizer](self.model.parameters())
+        kind: Any = getattr(optim, optimizer)
+        self.optimizer = kind(self.model.parameters(), lr=0.1)
         if optimizer != "SGD":
             speedtorch.attach(self.optimizer, self.model)
 
     def batches(self, count: int = 12) -> list[list[Tensor]]:
-        lists = [
-            random_ids(rows, count, 0.5, most=9, seed=k)
-            if rows > 9
-            else [
-                torch.randint(rows, (5,), generator=torch.Generator().manual_seed(n))
-                for n in range(count)
-            ]
-            for k, rows in enumerate(ROWS)
-        ]
+        lists = []
+        for k, rows in enumerate(ROWS):
+            if rows > 9:
+                lists.append(random_ids(rows, count, 0.5, most=9, seed=k))
+                continue
+            random = [torch.Generator().manual_seed(n) for n in range(count)]
+            lists.append([torch.randint(rows, (5,), generator=each) for each in random])
         return [[ids.to(self.device) for ids in of_batch] for of_batch in zip(*lists, strict=True)]
 
     def loop(
@@ -69,7 +62,10 @@ class Training:
         return sum(looked_up)  # type: ignore[return-value]
 
     def learn(self, batch: list[Tensor], tables: Iterable[int] = range(TABLES)) -> None:
-        self.loss(batch, tables).backward()
+        self.finish(self.loss(batch, tables))
+
+    def finish(self, loss: Tensor) -> None:
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -138,8 +134,8 @@ def gradients_of_one_accumulate(training: Training) -> None:
 def evaluated_in_between(training: Training) -> None:
     for number, batch in enumerate(training.loop(training.batches())):
         training.learn(batch)
-        if number % 3 == 1:
-            with torch.no_grad():
+        if number % 3 != 2:
+            with torch.no_grad() if number % 3 else torch.inference_mode():
                 training.model[number % TABLES](batch[number % TABLES])
         if number % 4 == 2:
             training.model.state_dict()
@@ -152,9 +148,7 @@ def evaluated_between_the_lookups(training: Training) -> None:
             training.model[2](batch[2])
             if number % 2:
                 training.model[1].weight.mul_(0.5)
-        (first + training.loss(batch, [1, 2])).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        training.finish(first + training.loss(batch, [1, 2]))
 
 
 def other_ids_than_named(training: Training) -> None:
@@ -180,9 +174,7 @@ def lookups_of_more_rows(training: Training) -> None:
     for batch in training.loop(training.batches()):
         loss = training.loss(batch)
         more = training.model[2](torch.tensor([1, 2, 3])).sum()
-        (loss + more).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        training.finish(loss + more)
 
 
 def announced_within_the_loop(training: Training) -> None:
@@ -190,10 +182,7 @@ def announced_within_the_loop(training: Training) -> None:
         again = batch[0][:1]
         for module, ids in zip(training.model, batch, strict=True):
             module.announce(ids, *([again] if module is training.model[0] else []))
-        loss = training.loss(batch) + training.model[0](again).sum()
-        loss.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        training.finish(training.loss(batch) + training.model[0](again).sum())
 
 
 def steps_before_the_loop(training: Training) -> None:
@@ -299,6 +288,7 @@ def rows_of_an_idle_table_are_written_to(training: Training) -> None:
         rows.mul_(2 + number)
 
 
+BY_SEVERAL_OPTIMIZERS = [gradients_of_one_accumulate, another_module_takes_a_table_over]
 WAYS: list[Train] = [
     plain_loop,
     gradients_zeroed_before,
@@ -324,88 +314,66 @@ WAYS: list[Train] = [
 ]
 
 
+def results(train: Train, device: str, optimizer: str = "Adam") -> list[list[Tensor]]:
+    """The tables after a loop without prefetch and with it."""
+    both = [Training(device, ahead=ahead, optimizer=optimizer) for ahead in (False, True)]
+    for training in both:
+        train(training)
+    return [training.result() for training in both]
+
+
 @pytest.mark.dealt("optimizer")
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-@pytest.mark.parametrize("train", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("train", [*WAYS, *BY_SEVERAL_OPTIMIZERS], ids=lambda way: way.__name__)
 def test_the_numbers_are_those_of_a_loop_without(device: str, train: Train, optimizer: str) -> None:
-    results = []
-    for ahead in (False, True):
-        training = Training(device, ahead=ahead, optimizer=optimizer)
-        train(training)
-        results.append(training.result())
-    untouched = Training(device, ahead=False, optimizer=optimizer).result()
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    assert not torch.equal(untouched[0], results[0][0])
+    if train in BY_SEVERAL_OPTIMIZERS:
+        optimizer = "SGD"
+    plain, ahead = results(train, device, optimizer)
+    assert all(map(torch.equal, plain, ahead))
+    assert not torch.equal(Training(device, ahead=False, optimizer=optimizer).result()[0], plain[0])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("train", [gradients_of_one_accumulate, another_module_takes_a_table_over])
-def test_several_optimizers_give_the_numbers_of_a_loop_without(device: str, train: Train) -> None:
-    results = []
-    for ahead in (False, True):
-        training = Training(device, ahead=ahead, optimizer="SGD")
-        train(training)
-        results.append(training.result())
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-class Swaps:
+@pytest.fixture
+def swaps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts exchanges, of several tables and of one."""
+    counts, exchange_rows = Counter[str](), row_store.exchange_rows
 
-    def __init__(self) -> None:
-        self.joint = self.alone = 0
-
-    def __enter__(self) -> Swaps:
-        exchange_rows = row_store.exchange_rows
-
-        def of_several(*arguments: Any) -> None:
-            self.joint += 1
+    def counted(name: str) -> Callable[..., None]:
+        def exchange(*arguments: Any) -> None:
+            counts[name] += 1
             exchange_rows(*arguments)
 
-        def of_one(*arguments: Any) -> None:
-            self.alone += 1
-            exchange_rows(*arguments)
+        return exchange
 
-        self._patches = [
-            patch.object(joint_exchange, "exchange_rows", of_several),
-            patch.object(row_store, "exchange_rows", of_one),
-        ]
-        for each in self._patches:
-            each.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._patches:
-            each.stop()
+    monkeypatch.setattr(joint_exchange, "exchange_rows", counted("joint"))
+    monkeypatch.setattr(row_store, "exchange_rows", counted("alone"))
+    return counts
 
 
 @pytest.mark.parametrize("train", [plain_loop, gradients_zeroed_after_the_lookups])
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_has_one_exchange_for_all_tables(device: str, train: Train) -> None:
+def test_a_step_has_one_exchange_for_all_tables(
+    device: str, train: Train, swaps: Counter[str]
+) -> None:
     training = Training(device, ahead=True)
-    with Swaps() as swaps:
-        train(training)
-    assert swaps.joint == len(training.batches()) + 1  # one to begin with
-    assert swaps.alone == 0
+    train(training)
+    assert swaps == {"joint": len(training.batches()) + 1}  # one to begin with
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_after_a_table_went_on_by_itself_they_are_joined_again(device: str) -> None:
+def test_after_a_table_went_on_by_itself_they_are_joined_again(
+    device: str, swaps: Counter[str]
+) -> None:
     training = Training(device, ahead=True)
     loop = training.loop(training.batches())
-    with Swaps() as swaps:
-        training.learn(next(loop))
-        training.model[1].flush()
-        alone = swaps.alone
-        for batch in loop:
-            before = swaps.joint
-            training.learn(batch)
-            assert swaps.joint > before
-    assert alone > 0 and swaps.alone - alone <= TABLES
+    training.learn(next(loop))
+    training.model[1].flush()
+    alone = swaps["alone"]
+    for batch in loop:
+        before = swaps["joint"]
+        training.learn(batch)
+        assert swaps["joint"] > before
+    assert alone > 0 and swaps["alone"] - alone <= TABLES
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_tables_of_other_layouts_padding_or_capacity_are_not_joined(device: str) -> None:
     made = [
         speedtorch.Embedding(9, 4, device=device),
@@ -423,7 +391,6 @@ def test_tables_of_other_layouts_padding_or_capacity_are_not_joined(device: str)
     assert modules == [made[0], twin] and model is not None
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_table_may_be_read_where_its_default_device_is_another(device: str) -> None:
     training = Training(device, ahead=True)
     batches = training.batches(3)
@@ -433,7 +400,6 @@ def test_a_table_may_be_read_where_its_default_device_is_another(device: str) ->
     plain_loop(Training(device, ahead=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_changes_of_one_tables_rows_are_none_of_anothers(device: str) -> None:
     """A step or a renorm of one leaves what autograd has saved of the other."""
     for ahead in (False, True):
@@ -454,7 +420,6 @@ def test_changes_of_one_tables_rows_are_none_of_anothers(device: str) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_bad_ids_are_an_error_of_their_own_table(device: str) -> None:
     training = Training(device, ahead=True)
     batches = training.batches(5)
@@ -468,7 +433,6 @@ def test_bad_ids_are_an_error_of_their_own_table(device: str) -> None:
     plain_loop(training)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_closed_table_is_an_error_of_its_own_lookups(device: str) -> None:
     results = []
     for ahead in (False, True):
@@ -489,7 +453,6 @@ def test_a_closed_table_is_an_error_of_its_own_lookups(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_kept_of_batches_that_are_through(device: str) -> None:
     training = Training(device, ahead=True)
 
@@ -509,7 +472,6 @@ def test_nothing_is_kept_of_batches_that_are_through(device: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("named", [range(TABLES), [0]], ids=["joint", "alone"])
 def test_a_loss_that_is_kept_keeps_no_later_batch(device: str, named: Iterable[int]) -> None:
     training = Training(device, ahead=True)
@@ -524,15 +486,3 @@ def test_a_loss_that_is_kept_keeps_no_later_batch(device: str, named: Iterable[i
         training.learn(batch, named)
         assert number < 4 or planned() <= before + 20
     assert len(kept) == 1
-
-
-def test_the_loop_over_tables_that_are_trained_in_inference_mode_goes_on() -> None:
-    results = []
-    for ahead in (False, True):
-        training = Training("cpu", ahead=ahead)
-        for batch in training.loop(training.batches()):
-            training.learn(batch)
-            with torch.inference_mode():
-                training.model[0](batch[0])
-        results.append(training.result())
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

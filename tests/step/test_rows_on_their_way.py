@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes
-from torch import Tensor, nn
+from optimizer_cases import CASES
+from plain_training import PlainTraining, assert_same_numbers
+from torch import Tensor
 
 import speedtorch
 from speedtorch.memory.side_stream import SideStream
@@ -80,21 +81,20 @@ class Crossings:
 
 
 class Pair:
-    """Ours and torch's, with Adam and one step of two lookups behind them."""
+    """Ours and plain training with Adam, with one step of two lookups behind them."""
 
     def __init__(self, device: str) -> None:
-        self.plain = nn.Embedding(10, 2)
-        self.ours = speedtorch.Embedding.from_module(self.plain, device=device)
-        self.adam = torch.optim.Adam(self.ours.parameters())
+        rows = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
+        self.ours = speedtorch.Embedding(10, 2, _weight=rows, device=device)
+        self.adam = torch.optim.Adam(self.ours.parameters(), lr=0.25)
         speedtorch.attach(self.adam, self.ours)
         self.device = device
-        self.batches: list[list[list[int]]] = []
+        self.plain = PlainTraining.begin(CASES["Adam"], [rows.to(device)])
         self.step([1, 2], [3, 4, 4])
 
     def look_up(self, *parts: list[int]) -> Tensor:
-        self.batches.append(list(parts))
-        looked_up = [self.ours(torch.tensor(part, device=self.device)) for part in parts]
-        return torch.stack([rows.square().sum() for rows in looked_up]).sum()
+        self.parts = [torch.tensor(part, device=self.device) for part in parts]
+        return torch.stack([self.ours(part).sum() for part in self.parts]).sum()
 
     def step(self, *parts: list[int]) -> None:
         self.finish(self.look_up(*parts))
@@ -103,27 +103,18 @@ class Pair:
         self.adam.zero_grad()
         loss.backward()
         self.adam.step()
+        (table,) = self.plain.tables
+        table.forget()
+        for part in self.parts:
+            table.look_up(part)
+            table.add_gradient(part, torch.ones(len(part), 2, device=self.device))
+        self.plain.step()
 
     def assert_exact(self) -> None:
-        """As the same Adam trains, on each batch's rows alone, the rows of torch's module."""
-        weight = self.plain.weight.detach().clone()
-        state = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-        for number, parts in enumerate(self.batches):
-            ids = torch.cat([torch.tensor(part) for part in parts]).unique()
-            rows = nn.Parameter(weight[ids].to(self.device))
-            adam = torch.optim.Adam([rows])
-            kept = {name: each[ids].to(self.device) for name, each in state.items()}
-            adam.state[rows] = {"step": torch.tensor(float(number)), **kept}
-            places = [torch.searchsorted(ids, torch.tensor(part)) for part in parts]
-            found = [nn.functional.embedding(at.to(self.device), rows) for at in places]
-            torch.stack([each.square().sum() for each in found]).sum().backward()
-            adam.step()
-            weight[ids] = rows.detach().cpu()
-            for name, each in state.items():
-                each[ids] = adam.state[rows][name].cpu()
-        assert_same_bytes(self.ours.table["weight"][:], weight)
-        for name, each in state.items():
-            assert_same_bytes(self.ours.table[name][:], each)
+        self.ours.flush()
+        fields = {name: self.ours.table[name] for name in self.ours.table.fields}
+        count = self.adam.state_dict()["state"][0]["step"]
+        assert_same_numbers([{**fields, "step": count}], self.plain.numbers())
 
 
 def test_rows_leave_with_those_that_join_the_next_step(
@@ -151,7 +142,6 @@ def test_rows_leave_before_a_lookup_that_begins_another_step(
 ) -> None:
     pair, crossings = Pair(device), Crossings(monkeypatch)
     pair.look_up([1, 5])  # nobody keeps its graph
-    pair.batches.pop()
     pair.step([2, 6], [7])
     assert crossings.taken()[:2] == [([], [1, 5]), ([1, 2, 3, 4], [])]
     pair.assert_exact()

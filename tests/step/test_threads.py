@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,68 +41,85 @@ KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
 }
 
 
-class Program:
-    """A model that is trained on batches, by torch alone and by this library."""
+def step(model: Any, optimizer: optim.Optimizer, batch: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    sum(table(ids).square().sum() for table, ids in zip(model, batch, strict=True)).backward()
+    optimizer.step()
 
-    def __init__(self, seed: int) -> None:
+
+def looked_up(table: Any) -> Tensor:
+    with torch.no_grad():
+        rows: Tensor = table(torch.arange(ROWS))
+    return rows
+
+
+def saved(table: Any) -> Tensor:
+    rows: Tensor = table.state_dict()["weight"]
+    return rows
+
+
+class Program:
+    """Tables that are trained on batches, by torch alone and by this library."""
+
+    def __init__(self, seed: int, tables: int = 1) -> None:
         generator = random.Random(seed)
-        self.kind = generator.choice(list(KINDS))
-        self.prefetches = generator.random() < 0.5
-        self.capacity = ROWS if generator.random() < 0.3 else None
+        self.seed, self.kind = seed, generator.choice(list(KINDS))
+        self.prefetches = tables > 1 or generator.random() < 0.5
+        self.capacity = ROWS if tables == 1 and generator.random() < 0.3 else None
         numbers = torch.Generator().manual_seed(seed)
-        self.first = torch.randn(ROWS, COLUMNS, generator=numbers)
-        sizes = [generator.randint(1, 6) for _ in range(STEPS)]
-        self.batches = [torch.randint(ROWS, (size,), generator=numbers) for size in sizes]
+        self.first = [torch.randn(ROWS, COLUMNS, generator=numbers) for _ in range(tables)]
+        self.batches = [
+            [torch.randint(ROWS, (generator.randint(1, 6),), generator=numbers) for _ in self.first]
+            for _ in range(STEPS)
+        ]
         self.evaluates = [generator.random() < 0.3 for _ in range(STEPS)]
         self.saves = [generator.random() < 0.2 for _ in range(STEPS)]
 
-    def plain(self) -> list[Tensor]:
-        """The weights before the first step and after each."""
-        model = nn.Embedding(
-            ROWS, COLUMNS, _weight=self.first.clone(), sparse=self.kind == "SparseAdam"
-        )
-        optimizer, seen = KINDS[self.kind](model.parameters()), [self.first]
-        for batch in self.batches:
-            optimizer.zero_grad()
-            model(batch).square().sum().backward()
-            optimizer.step()
-            seen.append(model.weight.detach().clone())
-        return seen
-
-    def made(self) -> tuple[speedtorch.Embedding, optim.Optimizer]:
-        model = speedtorch.Embedding(
-            ROWS,
-            COLUMNS,
-            _weight=self.first,
-            sparse=self.kind == "SparseAdam",
-            capacity=self.capacity,
+    def made(self, make: Any = speedtorch.Embedding) -> tuple[nn.ModuleList, optim.Optimizer]:
+        given = {"capacity": self.capacity} if make is speedtorch.Embedding else {}
+        given["sparse"] = self.kind == "SparseAdam"
+        model = nn.ModuleList(
+            make(ROWS, COLUMNS, _weight=rows.clone(), **given) for rows in self.first
         )
         optimizer = KINDS[self.kind](model.parameters())
-        if "SGD" not in self.kind:
+        if make is speedtorch.Embedding and "SGD" not in self.kind:
             speedtorch.attach(optimizer, model)
         return model, optimizer
 
-    def train(self, model: speedtorch.Embedding, optimizer: optim.Optimizer) -> list[str]:
+    def plain(self) -> list[list[Tensor]]:
+        """The weights before the first step and after each."""
+        model, optimizer = self.made(nn.Embedding)
+        seen = [self.first]
+        for batch in self.batches:
+            step(model, optimizer, batch)
+            seen.append([each.weight.detach().clone() for each in model])
+        return seen
+
+    def train(self, model: nn.ModuleList, optimizer: optim.Optimizer) -> list[str]:
         """Trains, and evaluates and saves in between; what was not as in plain torch."""
         expected, wrong = self.plain(), []
         loop: Any = self.batches
         if self.prefetches:
-            loop = speedtorch.prefetch(self.batches, model, ids=lambda batch: batch)
-        for step, batch in enumerate(loop):
-            optimizer.zero_grad()
-            model(batch).square().sum().backward()
-            optimizer.step()
-            if self.evaluates[step]:
-                with torch.no_grad():
-                    if not torch.equal(model(torch.arange(ROWS)), expected[step + 1]):
-                        wrong.append(f"rows that were read after step {step}")
-            if self.saves[step]:
-                if not torch.equal(model.state_dict()["weight"], expected[step + 1]):
-                    wrong.append(f"rows that were saved after step {step}")
+            loop = speedtorch.prefetch(
+                loop, model, ids=lambda batch: dict(zip(model, batch, strict=True))
+            )
+        for number, batch in enumerate(loop, 1):
+            step(model, optimizer, batch)
+            if self.evaluates[number - 1]:
+                wrong += differing(map(looked_up, model), expected[number], f"read after {number}")
+            if self.saves[number - 1]:
+                wrong += differing(map(saved, model), expected[number], f"saved after {number}")
                 optimizer.state_dict()
-        if not torch.equal(model.state_dict()["weight"], expected[-1]):
-            wrong.append("rows at the end")
-        return wrong
+        return wrong + differing(map(saved, model), expected[-1], "saved at the end")
+
+    def note(self, made: tuple[nn.ModuleList, optim.Optimizer], wrong: list[str]) -> None:
+        """Trains, and adds what was wrong."""
+        wrong.extend([f"seed {self.seed}, {self.kind}: {each}" for each in self.train(*made)])
+
+
+def differing(found: Iterable[Tensor], expected: list[Tensor], when: str) -> list[str]:
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [f"rows of table {n} {when}" for n, pair in pairs if not torch.equal(*pair)]
 
 
 def run_in_threads(*works: Callable[[], object]) -> list[BaseException]:
@@ -138,120 +155,37 @@ def switches_often(one_thread: None) -> Iterator[None]:
 def test_models_in_threads_of_their_own_train_as_in_plain_torch() -> None:
     wrong: list[str] = []
     for seed in range(FIRST, FIRST + ROUNDS):
-        programs = [Program(2 * seed), Program(2 * seed + 1)]
-        made = [each.made() for each in programs]
-        found: list[list[str]] = [[], []]
-
-        def work(
-            at: int, programs: Any = programs, made: Any = made, found: Any = found
-        ) -> Callable[[], None]:
-            def train() -> None:
-                found[at] = programs[at].train(*made[at])
-
-            return train
-
-        assert run_in_threads(work(0), work(1)) == []
-        wrong += [f"seed {seed}, thread {at}: {each}" for at in (0, 1) for each in found[at]]
+        two = [Program(2 * seed), Program(2 * seed + 1)]
+        assert run_in_threads(*(partial(each.note, each.made(), wrong) for each in two)) == []
     assert wrong == []
 
 
-def test_another_thread_reads_rows_as_they_are_between_two_steps() -> None:
-    for seed in range(FIRST, FIRST + ROUNDS):
-        program = Program(seed)
-        model, optimizer = program.made()
-        expected, read = program.plain(), []
-        is_over, copies = threading.Event(), "SGD" not in program.kind  # else the table's own rows
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + ROUNDS))
+def test_another_thread_reads_rows_as_they_are_between_two_steps(seed: int, tables: int) -> None:
+    """Rows of two tables are exchanged together."""
+    program = Program(seed, tables)
+    made, expected = program.made(), program.plain()
+    wrong: list[str] = []
+    read: list[tuple[int, Tensor]] = []
+    is_over = threading.Event()
 
-        def train(
-            model: Any = model,
-            optimizer: Any = optimizer,
-            program: Any = program,
-            over: Any = is_over,
-        ) -> None:
-            try:
-                assert program.train(model, optimizer) == []
-            finally:
-                over.set()
+    def train() -> None:
+        try:
+            program.note(made, wrong)
+        finally:
+            is_over.set()
 
-        def look(
-            model: Any = model, read: Any = read, over: Any = is_over, copies: bool = copies
-        ) -> None:
-            while not over.is_set():
-                with torch.no_grad():
-                    read.append(model(torch.arange(ROWS)))
-                if copies:
-                    read.append(model.state_dict()["weight"])
+    def look() -> None:
+        while not is_over.is_set():
+            for number in reversed(range(tables)):
+                read.append((number, looked_up(made[0][number])))
+                if "SGD" not in program.kind:  # else the table's own rows
+                    read.append((number, saved(made[0][number])))
 
-        assert run_in_threads(train, look) == []
-        for rows in read:
-            assert any(torch.equal(rows, each) for each in expected), program.kind
-
-
-class Pair:
-    """Two tables whose rows are exchanged together, trained by torch alone and by this library."""
-
-    def __init__(self, seed: int) -> None:
-        generator = random.Random(seed)
-        self.kind = generator.choice(["SGD", "fused SGD", "Adagrad"])
-        numbers = torch.Generator().manual_seed(seed)
-        self.first = [torch.randn(ROWS, COLUMNS, generator=numbers) for _ in range(2)]
-        sizes = [[generator.randint(1, 6) for _ in range(2)] for _ in range(STEPS)]
-        self.batches = [
-            [torch.randint(ROWS, (size,), generator=numbers) for size in pair] for pair in sizes
-        ]
-
-    def made(self, kind: type[nn.Module]) -> tuple[nn.ModuleList, optim.Optimizer]:
-        model = nn.ModuleList(kind(ROWS, COLUMNS, _weight=rows.clone()) for rows in self.first)
-        optimizer = KINDS[self.kind](model.parameters())
-        if kind is speedtorch.Embedding and "SGD" not in self.kind:
-            speedtorch.attach(optimizer, model)
-        return model, optimizer
-
-    def train(self, model: nn.ModuleList, optimizer: optim.Optimizer) -> list[list[Tensor]]:
-        """The weights of both tables before the first step and, of torch's, after each."""
-        ours, seen = isinstance(model[0], speedtorch.Embedding), [self.first]
-        loop: Any = self.batches
-        if ours:
-            loop = speedtorch.prefetch(
-                loop, model, ids=lambda batch: {m: [i] for m, i in zip(model, batch, strict=True)}
-            )
-        for batch in loop:
-            optimizer.zero_grad()
-            sum(m(ids).square().sum() for m, ids in zip(model, batch, strict=True)).backward()
-            optimizer.step()
-            if not ours:
-                seen.append([each.weight.detach().clone() for each in model])
-        return seen
-
-
-def test_another_thread_reads_tables_that_exchange_their_rows_together() -> None:
-    for seed in range(FIRST, FIRST + ROUNDS):
-        pair = Pair(seed)
-        expected = pair.train(*pair.made(nn.Embedding))
-        model, optimizer = pair.made(speedtorch.Embedding)
-        read: list[tuple[int, Tensor]] = []
-        is_over = threading.Event()
-
-        def train(pair: Any = pair, made: Any = (model, optimizer), over: Any = is_over) -> None:
-            try:
-                pair.train(*made)
-            finally:
-                over.set()
-
-        def look(pair: Any = pair, model: Any = model, read: Any = read, o: Any = is_over) -> None:
-            while not o.is_set():
-                for number in (1, 0):
-                    with torch.no_grad():
-                        read.append((number, model[number](torch.arange(ROWS))))
-                    if "SGD" not in pair.kind:  # else the table's own rows
-                        read.append((number, model[number].state_dict()["weight"]))
-
-        assert run_in_threads(train, look) == [], seed
-        read += [(number, model[number].state_dict()["weight"]) for number in range(2)]
-        for number, rows in read:
-            assert any(torch.equal(rows, each[number]) for each in expected), (seed, pair.kind)
-        for number in range(2):
-            assert torch.equal(model[number].state_dict()["weight"], expected[-1][number])
+    assert run_in_threads(train, look) == wrong == []
+    for number, rows in read:
+        assert any(torch.equal(rows, each[number]) for each in expected), program.kind
 
 
 def stepped_models(
@@ -409,41 +343,26 @@ def test_gradients_of_lookups_in_several_threads_add_up() -> None:
     assert model.state_dict()["weight"][:, 0].tolist() == [1, 1, 1, 1 - 0.5 * 5, 1 - 0.5 * 4, 1]
 
 
-def test_a_thread_that_waits_for_its_lock_gets_it() -> None:
-    lock, taken = RowLock(), count()
-    is_over = threading.Event()
+def waiting(lock: Any, order: list[object], name: object) -> threading.Thread:
+    """A thread that waits for a lock, and notes that it has it."""
+    has_asked = threading.Event()
 
-    def again_and_again() -> None:
-        while not is_over.is_set():
-            with lock:
-                next(taken)
+    def ask() -> None:
+        has_asked.set()
+        with lock:
+            order.append(name)
 
-    def a_few_times() -> None:
-        try:
-            for _ in range(20):
-                with lock:
-                    pass
-        finally:
-            is_over.set()
-
-    assert run_in_threads(again_and_again, a_few_times) == []
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert has_asked.wait(10)
+    time.sleep(0.05)  # until it waits
+    return thread
 
 
 def test_a_lock_goes_to_threads_in_the_order_in_which_they_ask() -> None:
-    lock, order = RowLock(), []
-    has_asked = [threading.Event() for _ in range(4)]
-
-    def ask(number: int) -> None:
-        has_asked[number].set()
-        with lock:
-            order.append(number)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    with lock:
-        for thread, event in zip(threads, has_asked, strict=True):
-            thread.start()
-            assert event.wait(10)
-            time.sleep(0.02)  # until it waits
+    lock, order = RowLock(), list[object]()
+    with lock, lock:
+        threads = [waiting(lock, order, number) for number in range(4)]
     with lock:
         order.append(4)
     for thread in threads:
@@ -480,19 +399,9 @@ def test_ctrl_c_ends_the_wait_for_a_lock_and_takes_none() -> None:
 
 
 def test_locks_that_are_one_wait_for_each_other() -> None:
-    locks, order = [RowLock() for _ in range(3)], []
-    has_asked = threading.Event()
-
-    def ask() -> None:
-        has_asked.set()
-        with locks[2]:
-            order.append("the other thread")
-
-    thread = threading.Thread(target=ask)
+    locks, order = [RowLock() for _ in range(3)], list[object]()
     with locks[2]:
-        thread.start()
-        assert has_asked.wait(10)
-        time.sleep(0.05)  # until it waits
+        thread = waiting(locks[2], order, "the other thread")
         with locks[0], locks[1]:
             merge_locks(locks)
         with locks[0]:
@@ -534,19 +443,9 @@ def test_several_locks_are_taken_by_threads_in_any_order(count: int) -> None:
 
 
 def test_a_thread_that_waits_for_several_locks_has_none_of_them() -> None:
-    first, second, order = RowLock(), RowLock(), []
-    has_asked = threading.Event()
-
-    def take_both() -> None:
-        has_asked.set()
-        with RowLocks(first, second):
-            order.append("both")
-
-    thread = threading.Thread(target=take_both)
+    first, second, order = RowLock(), RowLock(), list[object]()
     with second:
-        thread.start()
-        assert has_asked.wait(10)
-        time.sleep(0.05)  # until it waits
+        thread = waiting(RowLocks(first, second), order, "both")
         with first:
             order.append("first")
     thread.join(10)
@@ -560,13 +459,6 @@ def test_a_lock_is_given_back_by_the_thread_that_has_it_alone() -> None:
     with lock:
         (error,) = run_in_threads(lambda: lock.__exit__(None, None, None))
         assert isinstance(error, RuntimeError)
-
-
-def test_a_lock_may_be_taken_again_by_its_thread() -> None:
-    lock = RowLock()
-    with lock, lock:
-        pass
-    assert run_in_threads(lambda: lock.__enter__()) == []
 
 
 @pytest.mark.slow

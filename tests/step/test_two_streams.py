@@ -64,11 +64,9 @@ def test_rows_in_use_on_one_stream_are_complete_on_another(way: str, memory: str
     if way == "goes":
         del model, sgd, found
         gc.collect()
-        rows = table["weight"].clone()
     elif way == "flush":
         model.flush()
-        rows = table["weight"].clone()
-    elif way == "state_dict":
+    if way == "state_dict":
         rows = model.state_dict()["weight"].clone()
     elif way == "lookup":
         with torch.no_grad():
@@ -143,11 +141,19 @@ class Program:
         yield
 
 
-def run(programs: list[Program], streams: list[torch.cuda.Stream], order: random.Random) -> None:
+def run(
+    programs: list[Program], streams: list[torch.cuda.Stream], order: random.Random, *, moves: bool
+) -> None:
+    """Trains by turns, each program on its stream, or on any (`moves`)."""
     loops = {at: program.steps() for at, program in enumerate(programs)}
+    last = {at: streams[at % len(streams)] for at in loops}
     while loops:
         at = order.choice(list(loops))
-        with torch.cuda.stream(streams[at % len(streams)]):
+        if moves:
+            stream = order.choice(streams)
+            stream.wait_stream(last[at])  # as torch asks its users to
+            last[at] = stream
+        with torch.cuda.stream(last[at]):
             if next(loops[at], loops) is loops:
                 del loops[at]
     torch.cuda.synchronize()
@@ -157,13 +163,13 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-def check(seed: int, *modes: str | None) -> None:
+def check(seed: int, *modes: str | None, moves: bool = False) -> None:
     alone, together = ([Program(2 * seed + k, mode) for k, mode in enumerate(modes)] for _ in "ab")
     for each in alone:
-        run([each], [torch.cuda.current_stream()], random.Random(seed))
+        run([each], [torch.cuda.current_stream()], random.Random(seed), moves=False)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    run(together, streams, random.Random(seed))
+    run(together, streams, random.Random(seed), moves=moves)
     for one, other in zip(alone, together, strict=True):
         assert same(one.seen, other.seen), (seed, other.mode, [each.mode for each in together])
 
@@ -183,25 +189,7 @@ def test_two_models_of_one_kind_on_two_streams_train_as_each_alone(mode: str) ->
 @pytest.mark.slow
 def test_a_model_that_changes_its_stream_trains_as_on_one() -> None:
     for seed in range(FIRST, FIRST + ROUNDS):
-        modes: list[str | None] = [None, None]
-        alone, moving = ([Program(2 * seed + k, m) for k, m in enumerate(modes)] for _ in "ab")
-        for each in alone:
-            run([each], [torch.cuda.current_stream()], random.Random(seed))
-        order, streams = random.Random(seed), [torch.cuda.Stream() for _ in range(2)]
-        loops, last = {at: each.steps() for at, each in enumerate(moving)}, [streams[0], streams[1]]
-        for each in streams:
-            each.wait_stream(torch.cuda.current_stream())
-        while loops:
-            at = order.choice(list(loops))
-            stream = order.choice(streams)
-            stream.wait_stream(last[at])  # as torch asks its users to
-            last[at] = stream
-            with torch.cuda.stream(stream):
-                if next(loops[at], loops) is loops:
-                    del loops[at]
-        torch.cuda.synchronize()
-        for one, other in zip(alone, moving, strict=True):
-            assert same(one.seen, other.seen), (seed, other.mode)
+        check(seed, None, None, moves=True)
 
 
 def test_rows_that_a_loop_gave_up_are_not_overwritten_by_a_model_on_another_stream() -> None:
