@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -69,3 +71,31 @@ class Noisy(Own):
 
     def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=group["lr"])
+
+
+class Boxed(optim.Adam):
+    """Boxes the moments when it saves, and loads without torch's hooks, as bitsandbytes does."""
+
+    boxed = ("exp_avg", "exp_avg_sq")
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = super().state_dict()
+        state_dict["state"] = {number: dict(value) for number, value in state_dict["state"].items()}
+        for value in state_dict["state"].values():
+            value["box"] = {name: value.pop(name) for name in self.boxed}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = copy.deepcopy(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        state: dict[Any, Any] = defaultdict(dict)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                entries = state_dict["state"][number]
+                state[parameter] = entries.pop("box") | entries
+        groups = [
+            {**new, "params": group["params"]}
+            for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        self.__setstate__({"state": state, "param_groups": groups})

@@ -1,16 +1,25 @@
-"""torch.distributed.checkpoint of a model and its optimizers, for the tests of resumed training."""
+"""Checkpoints of a model and its optimizers by torch, for the tests of resumed training."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-__all__ = ["Training", "WithCheckpoint"]
+__all__ = ["Training", "WithCheckpoint", "through_a_file"]
 
 Training = tuple[nn.Module, list[optim.Optimizer]]
+
+
+def through_a_file(value: Any, *, weights_only: bool = True) -> Any:
+    """The value as torch.load returns it after torch.save."""
+    torch.save(value, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
 
 
 class WithCheckpoint:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from probed_optimizers import Own
+from probed_optimizers import Boxed, Own
 from reference import assert_same_bytes, assert_same_content
 from test_attach import EVERY, IDS, Model, pair, saved, step, train
 from test_attach_changes import assert_same_rows
@@ -211,34 +210,6 @@ def test_other_wrappers_are_refused_by_name_and_nothing_changes() -> None:
 # state_dict and load_state_dict of their own
 
 
-class Boxed(optim.Adam):
-    """Boxes the moments when it saves, and loads without torch's hooks, as bitsandbytes does."""
-
-    boxed = ("exp_avg", "exp_avg_sq")
-
-    def state_dict(self) -> dict[str, Any]:
-        state_dict = super().state_dict()
-        state_dict["state"] = {number: dict(value) for number, value in state_dict["state"].items()}
-        for value in state_dict["state"].values():
-            value["box"] = {name: value.pop(name) for name in self.boxed}
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = copy.deepcopy(state_dict)
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        state: dict[Any, Any] = defaultdict(dict)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
-                entries = state_dict["state"][number]
-                state[parameter] = entries.pop("box") | entries
-        groups = [
-            {**new, "params": group["params"]}
-            for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
-        self.__setstate__({"state": state, "param_groups": groups})
-
-
 def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() -> None:
     (theirs, their_opt), (ours, our_opt) = made = pair(Boxed)
     train(made)
@@ -257,19 +228,6 @@ def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() ->
     assert "load_state_dict" not in vars(optimizer)
 
 
-def test_an_own_load_state_dict_keeps_a_waiting_gradient() -> None:
-    models = pair(Boxed)
-    for model, optimizer in models:
-        step(model, optimizer)
-        state = copy.deepcopy(optimizer.state_dict())
-        step(model, optimizer)
-        optimizer.zero_grad()
-        model(EVERY).square().sum().backward()
-        optimizer.load_state_dict(state)
-        optimizer.step()
-    assert_same_rows(models[1][0], models[0][0])
-
-
 def test_what_it_loads_in_its_own_way_ends_what_was_announced() -> None:
     _, (ours, optimizer) = models = pair(Boxed)
     train(models)
@@ -280,41 +238,6 @@ def test_what_it_loads_in_its_own_way_ends_what_was_announced() -> None:
     ids, _ = IDS.sort()
     theirs = models[0][0]
     assert_same_bytes(ours.words.weight[ids], theirs.words.weight[ids])
-
-
-def test_state_of_before_the_first_step_loads_in_its_own_way() -> None:
-    models = pair(Boxed)
-    for model, optimizer in models:
-        fresh = copy.deepcopy(optimizer.state_dict())
-        step(model, optimizer)
-        optimizer.load_state_dict(fresh)
-        step(model, optimizer)
-    assert_same_rows(models[1][0], models[0][0])
-
-
-def test_what_does_not_fit_changes_nothing_when_it_loads_in_its_own_way() -> None:
-    models = pair(Boxed)
-    train(models)
-    ours, optimizer = models[1]
-    wrong = copy.deepcopy(optimizer.state_dict())
-    wrong["state"][0]["box"]["exp_avg"] = torch.zeros(3, 4)
-    wrong["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(ValueError, match=r"'exp_avg' of Embedding.*\[20, 4\].*nothing was loaded"):
-        optimizer.load_state_dict(wrong)
-    train(models)
-    assert_same_rows(ours, models[0][0])
-
-
-def test_a_state_dict_that_hooks_cannot_complete_is_refused() -> None:
-    class Closed(optim.Adam):
-        def state_dict(self) -> dict[str, Any]:
-            return {"moments": [dict(value) for value in self.state.values()]}
-
-    model = Model()
-    optimizer = Closed(model.parameters())
-    with pytest.raises(ValueError, match="Closed cannot be used: its own state_dict.* does not"):
-        speedtorch.attach(optimizer, model)
-    assert list(model.words.table.fields) == ["weight"]
 
 
 def test_a_copy_of_an_optimizer_loads_for_itself() -> None:
@@ -396,56 +319,74 @@ def test_an_optimizer_whose_settings_refer_to_it_goes_and_is_detached() -> None:
     assert set(model.words.table.fields) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize(
-    "random",
-    [torch.rand_like, lambda parameter: torch.rand(parameter.shape)],
-    ids=["like", "shape"],
-)
-def test_state_of_all_rows_that_only_the_constructor_makes_is_refused(
-    random: Callable[[Tensor], Tensor],
+# ------------------------------------------------------------------------------------------------
+# What attach cannot use
+
+
+class Closed(optim.Adam):
+    """Its state_dict has none of the entries that hooks complete."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": [dict(value) for value in self.state.values()]}
+
+
+class Masked(Own):
+    """Only its constructor makes state of all rows, at random."""
+
+    def __init__(self, params: Any, random: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(params)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mask"] = random(parameter) < 0.5
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        mask = self.state[parameter].get("mask", 1.0)
+        parameter.sub_(gradient * mask, alpha=group["lr"])
+
+
+def adam_with(model: Model, **kept: Any) -> optim.Optimizer:
+    optimizer = optim.Adam(model.parameters())
+    optimizer.state[model.words.weight] = kept
+    return optimizer
+
+
+SOME_ROWS = {"exp_avg": torch.rand(3, 4), "exp_avg_sq": torch.rand(3, 4)}
+OF_ALL_ROWS = "Masked cannot be used: its constructor makes the state 'mask' of all rows"
+REFUSED: list[tuple[Callable[[Model], optim.Optimizer], str]] = [
+    (lambda model: optim.Muon(model.words.parameters()), "Muon cannot"),
+    (lambda model: optim.Adafactor(model.parameters()), "Adafactor cannot"),
+    (lambda model: optim.LBFGS(model.parameters()), "LBFGS cannot"),
+    (
+        lambda model: Closed(model.parameters()),
+        "Closed cannot be used: its own state_dict.* does not",
+    ),
+    (lambda model: Masked(model.parameters(), torch.rand_like), OF_ALL_ROWS),
+    (lambda model: Masked(model.parameters(), lambda each: torch.rand(each.shape)), OF_ALL_ROWS),
+    (
+        lambda model: adam_with(model, step=3.0, **SOME_ROWS),
+        "Adam has state of 3 rows, but Embedding has 20 rows. Build a new optimizer",
+    ),
+    (
+        lambda model: adam_with(model, step=torch.tensor(3.0)),
+        "Adam has stepped Embedding with state of only some rows, or is a copy",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_attach_cannot_use_is_refused_by_name_and_nothing_changes(
+    make: Callable[[Model], optim.Optimizer], message: str
 ) -> None:
-    class Masked(Own):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params)
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["mask"] = random(parameter) < 0.5
-
-        def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-            mask = self.state[parameter].get("mask", 1.0)
-            parameter.sub_(gradient * mask, alpha=group["lr"])
-
     model = Model()
-    optimizer = Masked(model.parameters())
-    message = "Masked cannot be used: its constructor makes the state 'mask' of all rows"
+    before, optimizer = model.words.table["weight"].clone(), make(model)
     with pytest.raises(ValueError, match=message):
         speedtorch.attach(optimizer, model)
     assert list(model.words.table.fields) == ["weight"]
+    assert_same_bytes(model.words.table["weight"], before)
     assert not optimizer._optimizer_state_dict_post_hooks
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        (
-            {"step": 3.0, "exp_avg": torch.rand(3, 4), "exp_avg_sq": torch.rand(3, 4)},
-            "Adam has state of 3 rows, but Embedding has 20 rows. Build a new optimizer",
-        ),
-        (
-            {"step": torch.tensor(3.0)},
-            "Adam has stepped Embedding with state of only some rows, or is a copy",
-        ),
-    ],
-    ids=["some rows", "a count"],
-)
-def test_an_optimizer_with_the_state_of_some_rows_is_refused(
-    kept: dict[str, Any], message: str
-) -> None:
-    model = Model()
-    optimizer = optim.Adam(model.parameters())
-    optimizer.state[model.words.weight] = kept
-    with pytest.raises(ValueError, match=message):
-        speedtorch.attach(optimizer, model)
-    assert list(model.words.table.fields) == ["weight"]
+# ------------------------------------------------------------------------------------------------
+# A flag beside the state
 
 
 class RowWise(Own):

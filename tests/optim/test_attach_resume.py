@@ -6,7 +6,6 @@ then fills the optimizer's state by a step with gradients of zeros.
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from rank_processes import in_processes
 from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch_checkpoints import Training, WithCheckpoint
+from torch_checkpoints import Training, WithCheckpoint, through_a_file
 from warm_python import warm_python
 
 import speedtorch
@@ -183,11 +182,9 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     speedtorch.attach(our_optimizer, ours)
     go_on(theirs, their_optimizer, range(6))
     go_on(ours, our_optimizer, range(3))
-    file = io.BytesIO()
-    torch.save([ours.state_dict(), our_optimizer.state_dict()], file)
-    file.seek(0)
+    states = through_a_file([ours.state_dict(), our_optimizer.state_dict()])
     resumed, optimizer = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
-    for each, state in zip((resumed, optimizer), torch.load(file), strict=True):
+    for each, state in zip((resumed, optimizer), states, strict=True):
         each.load_state_dict(state)
     go_on(resumed, optimizer, range(3, 6))
     assert_same_content(resumed.state_dict(), theirs.state_dict())

@@ -62,18 +62,6 @@ def test_accelerate_prepares_saves_and_loads_an_attached_model(tmp_path: Path) -
     step(theirs, their_adam)
     step(ours, wrapped)
     assert_same_rows(ours, theirs)
-
-
-def test_an_optimizer_that_accelerate_wraps_is_attached() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    (theirs, their_adam), (ours, adam) = pair()
-    speedtorch.detach(adam)
-    ours, wrapped = accelerate.Accelerator(cpu=True).prepare(ours, adam)
-    speedtorch.attach(wrapped, ours)
-    for _ in range(2):
-        step(theirs, their_adam)
-        step(ours, wrapped)
-    assert_same_rows(ours, theirs)
     speedtorch.detach(wrapped)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import pytest
 import torch
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
+from torch_checkpoints import through_a_file
 
 import speedtorch
 
@@ -142,7 +142,7 @@ def plain(make: Make, steps: list[Tensor], resume_at: int, starts: dict[str, Ten
     optimizer = make([held, loss.scale])
     for number, ids in enumerate(steps):
         if number == resume_at:
-            state = saved(optimizer)
+            state = through_a_file(optimizer.state_dict(), weights_only=False)
             held = nn.Parameter(held.detach().clone())
             loss.scale = nn.Parameter(loss.scale.detach().clone())
             optimizer = make([held, loss.scale])
@@ -163,13 +163,6 @@ def plain(make: Make, steps: list[Tensor], resume_at: int, starts: dict[str, Ten
     return Trained(weight, loss.scale.detach(), fields)
 
 
-def saved(holder: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(holder.state_dict(), buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, dict[str, Tensor]]:
     """Training of an attached Embedding, and what the probe says each state starts from."""
     torch.manual_seed(0)
@@ -180,7 +173,9 @@ def attached(make: Make, steps: list[Tensor], resume_at: int) -> tuple[Trained, 
     probe = embedding.trained_rows.state.probe
     for number, ids in enumerate(steps):
         if number == resume_at:
-            model_state, state = saved(embedding), saved(optimizer)
+            model_state, state = through_a_file(
+                [embedding.state_dict(), optimizer.state_dict()], weights_only=False
+            )
             embedding = speedtorch.Embedding(ROWS, WIDTH)
             loss.scale = nn.Parameter(loss.scale.detach().clone())
             optimizer = make([embedding.weight, loss.scale])

@@ -6,7 +6,6 @@ Needs torchrec: make clients.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from reference import assert_same_bytes, assert_same_content
 from test_attach import EVERY, Model, step, train
 from test_attach_changes import assert_same_rows
 from torch import nn, optim
+from torch_checkpoints import through_a_file
 
 import speedtorch
 
@@ -65,12 +65,9 @@ def test_a_wrapper_trains_and_resumes_as_in_plain_torch(wrap: Any, make: Any) ->
     (theirs, their_optimizer), (ours, our_optimizer) = made
     train(made, 2)
     assert_same_content(our_optimizer.state_dict(), their_optimizer.state_dict())
-    file = io.BytesIO()
-    torch.save([ours.state_dict(), our_optimizer.state_dict()], file)
+    weights, state = through_a_file([ours.state_dict(), our_optimizer.state_dict()])
     train(made)
     assert_same_rows(ours, theirs)
-    file.seek(0)
-    weights, state = torch.load(file)
     resumed = Model()
     optimizer = wrap(resumed, make)
     speedtorch.attach(optimizer, resumed)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from interrupts import OPTIMIZERS, PACKAGE, Lines, first_of_each, out_of_memory
+from probed_optimizers import Boxed
 from reference import assert_same_bytes, assert_same_content
 from test_attach import IDS, ROWS, WIDTH, step
-from test_attach_foreign import Boxed
 from torch import Tensor, nn, optim
 
 import speedtorch

@@ -119,23 +119,20 @@ class Counting(Own):
         parameter.sub_(gradient, alpha=group["lr"] / self.steps)
 
 
-def test_state_by_setdefault_and_update_is_learnt() -> None:
-    probe = probed(Signs)
-    assert_same_bytes(probe.row_state["mean"], torch.ones(5))
-    assert probe.scalar_state == {"count": 0}  # which it gets, and never assigns
-
-
-def test_state_that_is_merged_is_learnt() -> None:
-    assert_same_bytes(probed(Merged).row_state["mean"], torch.ones(5))
-
-
-def test_state_that_is_assigned_as_a_whole_and_has_rows_of_its_own_shape_is_learnt() -> None:
-    assert_same_bytes(probed(RowMeans).row_state["norm"], torch.full((1,), 2.0))
-
-
-def test_state_that_only_the_constructor_makes_is_learnt_with_the_groups_settings() -> None:
-    probe = probed(lambda p: MadeAtOnce(p, start=7.0))
-    assert_same_bytes(probe.row_state["total"], torch.full((5,), 7.0))
+@pytest.mark.parametrize(
+    ("make", "name", "first"),
+    [
+        (Signs, "mean", torch.ones(5)),
+        (Merged, "mean", torch.ones(5)),
+        (RowMeans, "norm", torch.full((1,), 2.0)),
+        (lambda p: MadeAtOnce(p, start=7.0), "total", torch.full((5,), 7.0)),
+    ],
+    ids=["setdefault", "merged", "assigned", "constructor"],
+)
+def test_state_is_learnt_however_it_is_made(make: Make, name: str, first: Tensor) -> None:
+    probe = probed(make)
+    assert_same_bytes(probe.row_state[name], first)
+    assert probe.scalar_state == ({"count": 0} if make is Signs else {})  # got, and never assigned
 
 
 def test_attributes_and_lists_in_groups_of_the_optimizer_do_not_change() -> None:

@@ -95,20 +95,6 @@ def test_a_scheduler_that_patched_the_step_is_left_alone() -> None:
     assert_same_bytes(parameter.detach(), torch.ones(2, 3))
 
 
-def test_the_optimizer_steps_the_same_after_a_probe() -> None:
-    results = []
-    for with_probe in (False, True):
-        parameter = nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3))
-        optimizer = optim.NAdam([parameter], lr=0.1)
-        for step in range(5):
-            if with_probe:
-                probe_optimizer(optimizer, parameter)
-            parameter.grad = torch.full((2, 3), float(step - 2))
-            optimizer.step()
-        results.append(parameter.detach())
-    assert_same_bytes(results[1], results[0])
-
-
 class Companion(Own):
     """Holds a model, a table and a tensor of all rows, and knows the model's weight from others."""
 

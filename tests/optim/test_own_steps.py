@@ -5,28 +5,29 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import io
 import pickle
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import PACKAGE, Lines, source_files
+from interrupts import EVERY, PACKAGE, every_interrupt, source_files
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch_checkpoints import through_a_file
 
 import speedtorch
 from speedtorch.optim import step_hooks
 from speedtorch.step.sparse_rows import SparseRows
 
 ROWS, WIDTH = 10, 2
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+STEP_HOOKS = source_files("optim/step_hooks.py")
 
 
 def rows() -> Tensor:
@@ -130,7 +131,6 @@ def test_code_around_the_base_class_step_sees_all_rows(write: str, kind: Any, ho
     assert_same(pairs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_own_step_function_sees_plain_tensors_of_the_steps_rows(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,18 +152,24 @@ def test_the_own_step_function_sees_plain_tensors_of_the_steps_rows(
     assert optimizer.state[module.weight]["exp_avg"].shape == (ROWS, WIDTH)
 
 
-def test_groups_and_state_are_restored_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, (module, optimizer)) = pair(optim.Adagrad, lr=0.1)
+@pytest.mark.parametrize("around", [False, True], ids=["within", "around"])
+def test_groups_and_state_are_restored_after_an_exception(
+    around: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the own step function, and in code around super().step()."""
+    (_, (module, optimizer)) = pair(Projected, lr=0.1)
     train(module, optimizer)
     before = module.state_dict()["weight"].clone()
     module(torch.tensor([1])).sum().backward()
 
     def fails(*_: object) -> None:
-        assert optimizer.param_groups[0]["params"][0] is not module.weight
+        assert (optimizer.param_groups[0]["params"][0] is module.weight) == around
         raise ZeroDivisionError
 
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(optim.Adagrad, "_init_group", fails)
+        patched.setattr(
+            *((Projected, "base_step") if around else (optim.Adagrad, "_init_group")), fails
+        )
         optimizer.step()
     assert optimizer.param_groups[0]["params"][0] is module.weight
     assert list(optimizer.state) == [module.weight]
@@ -173,20 +179,7 @@ def test_groups_and_state_are_restored_after_an_exception(monkeypatch: pytest.Mo
     assert not torch.equal(module.state_dict()["weight"], before)
 
 
-def test_a_scheduler_that_is_made_before_the_first_step_keeps_the_step_function() -> None:
-    pairs = pair(optim.SGD, lr=0.5)
-    for module, optimizer in pairs:
-        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for ids in ([1, 2], [2, 3]):
-            module(torch.tensor(ids)).sum().backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    assert_same(pairs)
-
-
 @pytest.mark.parametrize("foreach", [None, True])
-@pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_a_model_are_clipped_by_functions_of_lists(
     device: str, foreach: bool | None
 ) -> None:
@@ -288,14 +281,15 @@ class WithAttributes(optim.Adam):
         return dict(self.__dict__)
 
 
-def saved(optimizer: optim.Optimizer) -> optim.Optimizer:
-    torch.save(optimizer, file := io.BytesIO())
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 @pytest.mark.parametrize("kind", [optim.Adam, WithAttributes])
 @pytest.mark.parametrize(
-    "copied", [saved, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+    "copied",
+    [
+        partial(through_a_file, weights_only=False),
+        copy.deepcopy,
+        lambda each: pickle.loads(pickle.dumps(each)),
+    ],
+    ids=["saved", "copied", "pickled"],
 )
 def test_an_optimizer_that_was_stepped_is_copied_and_pickled_as_torchs(
     kind: type[optim.Adam], copied: Callable[[optim.Optimizer], optim.Optimizer]
@@ -466,42 +460,43 @@ def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
     assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 0.75]
 
 
-def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole() -> None:
-    files = source_files("optim/step_hooks.py")
-    for line in range(1, 500):
+@EVERY
+def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole(every: int) -> None:
+    def begun() -> tuple[Any, Any, optim.Optimizer]:
         first, second = (speedtorch.Embedding(4, 2, _weight=torch.ones(4, 2)) for _ in range(2))
         sgd = optim.SGD(first.parameters(), lr=0.25)
         sgd.step()
         sgd.add_param_group({"params": second.parameters()})
         (first(torch.tensor([1])).sum() + second(torch.tensor([2])).sum()).backward()
-        with Lines(files, line, KeyboardInterrupt) as lines:
-            step_hooks._before_step(sgd, (), {})
+        return first, second, sgd
+
+    count = 0
+    for (first, second, sgd), _ in every_interrupt(
+        begun, lambda made: step_hooks._before_step(made[2], (), {}), files=STEP_HOOKS, every=every
+    ):
         sgd.step()
         assert first.numpy()[:, 0].tolist() == [1, 0.75, 1, 1]
         assert second.numpy()[:, 0].tolist() == [1, 1, 0.75, 1]
-        if lines.raised is None:
-            break
-    assert 20 < line < 499
+        count += 1
+    assert count > 20 // every
 
 
-def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -> None:
-    made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
-    for line in range(1, 500):
+@EVERY
+def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows(every: int) -> None:
+    def begun() -> optim.Optimizer:
         embedding = speedtorch.Embedding(4, 2)
         sgd = optim.SGD(embedding.parameters())
+        made.append((weakref.ref(sgd), weakref.ref(embedding.trained_rows)))
         for _ in range(2):  # the first step tries the optimizer out
             sgd.step()
             embedding(torch.tensor([1])).sum().backward()
-        with Lines(source_files("optim/step_hooks.py"), line, KeyboardInterrupt) as lines:
-            sgd.step()
-        if lines.raised is None:
-            break
-        made.append((weakref.ref(sgd), weakref.ref(embedding.trained_rows)))
-    assert 50 < line < 499
-    del sgd, embedding, lines
+        return sgd
+
+    made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+    interrupts = every_interrupt(begun, lambda sgd: sgd.step(), files=STEP_HOOKS, every=every)
+    assert sum(1 for _ in interrupts) > 50 // every
     gc.collect()
-    kept = [line for line, gone in enumerate(made, 1) if any(reference() for reference in gone)]
-    assert not kept
+    assert not [line for line, gone in enumerate(made, 1) if any(each() for each in gone)]
 
 
 def test_an_optimizer_with_equal_settings_is_not_probed_again(
