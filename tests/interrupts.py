@@ -58,7 +58,6 @@ OPTIMIZERS = frozenset(glob.glob(os.path.join(_TORCH, "optim", "*.py")))
 
 TRAINING = PACKAGE - source_files("optim/row_wise_adagrad.py")
 """Without our own optimizer's step, which may leave rows half done as torch's do."""
-CACHES = source_files("step/hot_rows.py", "step/cached_store.py", "nn/cache.py")
 ONLY_COUNTING = frozenset(
     {"surely_above", "planned_refresh", "_uses_of", "<genexpr>", "<listcomp>"}
 )

@@ -297,6 +297,14 @@ def other_rows_trained_in_between(training: Training) -> None:
 
 
 @loop
+def a_part_of_a_batch_trained_again(training: Training) -> None:
+    for u, v in training.loop(training.pairs()):
+        training.tell(u, v)
+        training.learn(u, v)
+        training.learn(v)
+
+
+@loop
 def rows_that_leave_and_come_back_at_once(training: Training) -> None:
     for ids in training.loop(training.batches(2) * 6):
         training.learn(ids)
