@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from interrupts import in_step_of_torch
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 import speedtorch
-from speedtorch.plan.planned_batch import SeenIds
 
 ROWS, WIDTH = 12, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IDS = torch.tensor([1, 2])
 
 
@@ -55,16 +51,6 @@ def test_a_gradient_is_freed_after_its_step() -> None:
     sgd.step()
     sgd.zero_grad()
     assert [each() for each in gradients] == [None, None]
-
-
-def test_a_step_of_no_rows_is_none_that_was_written_in_vain() -> None:
-    _, embedding = pair()
-    sgd = optim.SGD(embedding.parameters(), lr=1.0)
-    for ids in (IDS[:0], IDS, IDS[:0], IDS):
-        sgd.zero_grad()
-        embedding(ids).sum().backward()
-        sgd.step()
-    embedding.flush()
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -132,41 +118,6 @@ def test_a_closure_sees_the_weight_as_the_table() -> None:
 
 
 ADAMS = pytest.mark.parametrize("make", [optim.Adam, optim.SparseAdam])
-
-
-@ADAMS
-def test_zeros_that_zero_grad_leaves_move_no_row(make: type[optim.Optimizer]) -> None:
-    ours = speedtorch.Embedding(ROWS, WIDTH, sparse=make is optim.SparseAdam)
-    adam = make(ours.parameters(), lr=0.1)  # type: ignore[call-arg]
-    speedtorch.attach(adam, ours)
-    for _ in range(2):
-        ours(IDS).sum().backward()
-        adam.step()
-    before = rows_of(ours).clone()
-    adam.zero_grad(set_to_none=False)
-    adam.step()
-    assert_same_bytes(rows_of(ours), before)
-
-
-def test_zeros_of_a_zero_grad_whose_repetition_is_interrupted_move_no_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, ours = pair()
-    adam = optim.Adam(ours.parameters(), lr=0.1)
-    speedtorch.attach(adam, ours)
-    ours(IDS).sum().backward()
-    adam.step()
-    before = rows_of(ours).clone()
-    adam.zero_grad(set_to_none=False)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Tensor, "zero_", interrupted)
-        adam.zero_grad(set_to_none=False)
-    adam.step()
-    assert_same_bytes(rows_of(ours), before)
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -295,7 +246,6 @@ def test_rows_of_a_step_outlive_an_attach(given: bool) -> None:
 
 
 @SOME_OR_ALL
-@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_written_to_the_zeros_of_a_zero_grad_is_stepped_and_zeros_are_not(
     device: str, rows: list[int]
 ) -> None:
@@ -404,7 +354,6 @@ def test_zeros_of_rows_that_wait_for_a_step_are_the_same_with_prefetch(
     assert_same_bytes(*found)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_evaluation_shortens_are_short_in_the_step_too(device: str) -> None:
     theirs, ours = pair(device, max_norm=0.5)
     first, both = IDS[:1].to(device), IDS.to(device)
@@ -450,38 +399,31 @@ def test_a_backward_after_the_step_is_refused_as_in_torch(settings: dict[str, in
             loss.backward()
 
 
+REPEATED = r"checkpointing repeats a lookup.*announce\(\)"
+
+
+@pytest.mark.parametrize("announces", [False, True])
 @pytest.mark.parametrize("make", [speedtorch.Embedding, speedtorch.EmbeddingBag])
-def test_a_checkpoint_finds_its_rows_again_or_is_refused(make: type) -> None:
-    first, second = torch.tensor([[8, 9]]), torch.tensor([[1, 2]])
+def test_a_checkpoint_finds_its_rows_again_or_is_refused(make: Any, announces: bool) -> None:
+    theirs, ours = getattr(nn, make.__name__)(ROWS, WIDTH), make(ROWS, WIDTH)
+    ours.load_state_dict(theirs.state_dict())
+    lookups = torch.tensor([[8, 9]]), torch.tensor([[1, 2]])
+    if announces:
+        ours.announce(*lookups)
+    for module in (theirs, ours):
 
-    def loss(module: nn.Module) -> Tensor:
-        total = torch.zeros(())
-        for ids in (first, second):
-            rows: Tensor = checkpoint(
-                lambda ids=ids: module(ids).square().sum(), use_reentrant=False
-            )
-            total = total + rows
-        return total
+        def look_up(ids: Tensor, module: Any = module) -> Tensor:
+            return module(ids).square().sum()  # type: ignore[no-any-return]
 
-    torch.manual_seed(0)
-    expected = getattr(nn, make.__name__)(ROWS, WIDTH)
-    loss(expected).backward()
-    saves_positions = make is speedtorch.EmbeddingBag
-    for announces in (False, True):
-        module = make(ROWS, WIDTH)
-        module.load_state_dict(expected.state_dict())
-        if announces:
-            module.announce(first, second)
-        elif saves_positions:
-            again = r"checkpointing repeats a lookup.*announce\(\)"
-            with pytest.raises(RuntimeError, match=again):
-                loss(module).backward()
-            continue
-        loss(module).backward()
-        torch.testing.assert_close(module.weight.grad.to_dense(), expected.weight.grad)
+        loss = sum(checkpoint(look_up, ids, use_reentrant=False) for ids in lookups)
+        if module is ours and make is speedtorch.EmbeddingBag and not announces:
+            with pytest.raises(RuntimeError, match=REPEATED):  # positions are saved
+                loss.backward()
+            return
+        loss.backward()
+    torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_checkpoint_that_makes_its_ids_anew_is_refused_too(device: str) -> None:
     module = speedtorch.EmbeddingBag(ROWS, WIDTH, device=device)
     ids = torch.tensor([[8, 9]], device=device)
@@ -490,7 +432,7 @@ def test_a_checkpoint_that_makes_its_ids_anew_is_refused_too(device: str) -> Non
         total = total + checkpoint(
             lambda less=less: module(ids - less).square().sum(), use_reentrant=False
         )
-    with pytest.raises(RuntimeError, match=r"checkpointing repeats a lookup.*announce\(\)"):
+    with pytest.raises(RuntimeError, match=REPEATED):
         total.backward()
 
 
@@ -522,7 +464,6 @@ def test_announcements_under_no_grad_train_nothing() -> None:
     assert changed.nonzero().flatten().tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_training_after_evaluation_in_inference_mode(device: str) -> None:
     bag = speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum", device=device, padding_idx=0)
     with torch.inference_mode():
@@ -541,47 +482,35 @@ def test_one_made_in_inference_mode_trains() -> None:
     assert_same_bytes(rows_of(ours)[IDS], before[IDS] - 1)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda bag: bag(IDS, torch.tensor([1])),
-            RuntimeError,
-            "begin with 0 and end within.*1 to 1",
-        ),
-        (lambda bag: bag(IDS, torch.tensor([0, 9])), RuntimeError, "within the 2 ids, got 0 to 9"),
-        (lambda bag: bag(IDS), ValueError, r"a 1-D input needs offsets \[bags\], got None"),
-        (lambda bag: bag(IDS, [0]), TypeError, "offsets: expected .* got list"),
-        (lambda bag: bag(IDS, torch.tensor([0.0, 1.5])), RuntimeError, "offsets: .* torch.float32"),
-        (lambda bag: bag(IDS, torch.tensor([[0]])), ValueError, r"offsets must be \[bags\], got"),
-        (lambda bag: bag(IDS[None], torch.tensor([0])), ValueError, "offsets must be None"),
-        (lambda bag: bag(IDS[None, None]), ValueError, r"input must be \[ids\] or \[bags, ids\]"),
-        (lambda bag: bag(IDS[None], None, torch.ones(3)), ValueError, r"input's shape \[1, 2\]"),
-        (
-            lambda bag: bag(IDS[None], None, torch.ones(1, 2).double()),
-            RuntimeError,
-            "torch.float32",
-        ),
-        (lambda bag: bag(IDS[None], None, [1.0]), TypeError, "per_sample_weights: .* got list"),
-        (lambda bag: bag([1, 2]), TypeError, "EmbeddingBag: expected an int32 or int64 tensor"),
-        (
-            lambda bag: bag(IDS.float()),
-            RuntimeError,
-            "EmbeddingBag: expected a dense int32 or int64",
-        ),
-    ],
-)
+BAD_BAGS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((IDS, torch.tensor([1])), RuntimeError, "begin with 0 and end within.*1 to 1"),
+    ((IDS, torch.tensor([0, 9])), RuntimeError, "within the 2 ids, got 0 to 9"),
+    ((IDS,), ValueError, r"a 1-D input needs offsets \[bags\], got None"),
+    ((IDS, [0]), TypeError, "offsets: expected .* got list"),
+    ((IDS, torch.tensor([0.0, 1.5])), RuntimeError, "offsets: .* torch.float32"),
+    ((IDS, torch.tensor([[0]])), ValueError, r"offsets must be \[bags\], got"),
+    ((IDS[None], torch.tensor([0])), ValueError, "offsets must be None"),
+    ((IDS[None, None],), ValueError, r"input must be \[ids\] or \[bags, ids\]"),
+    ((IDS[None], None, torch.ones(3)), ValueError, r"input's shape \[1, 2\]"),
+    ((IDS[None], None, torch.ones(1, 2).double()), RuntimeError, "torch.float32"),
+    ((IDS[None], None, [1.0]), TypeError, "per_sample_weights: .* got list"),
+    (([1, 2],), TypeError, "EmbeddingBag: expected an int32 or int64 tensor"),
+    ((IDS.float(),), RuntimeError, "EmbeddingBag: expected a dense int32 or int64"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), BAD_BAGS)
 def test_a_bag_that_is_refused_moves_no_row(
-    call: Callable[[nn.Module], Tensor], error: type[Exception], message: str
+    given: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
     bag = speedtorch.EmbeddingBag.from_pretrained(torch.full((ROWS, WIDTH), 3.0), False, mode="sum")
     bag.max_norm = 1.0
     sgd = optim.SGD(bag.parameters(), lr=1.0)
     with pytest.raises(error, match=message):
-        call(bag)
+        bag(*given)
     bag(torch.tensor([[0]])).sum().backward()
     with pytest.raises(error, match=message):
-        call(bag)
+        bag(*given)
     sgd.step()
     assert bool((rows_of(bag)[1:] == 3.0).all())
     assert bool((rows_of(bag)[0] != 3.0).all())
@@ -624,42 +553,15 @@ def test_a_step_that_fails_leaves_a_table_alone_that_nobody_has_looked_up(attach
     assert torch.equal(both.state_dict()["1.weight"], before)
 
 
-def test_a_step_of_many_lookups_compares_each_with_few_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compared = 0
-    matches = SeenIds.matches
-
-    def counted(seen: SeenIds, ids: Tensor) -> bool:
-        nonlocal compared
-        compared += 1
-        return matches(seen, ids)
-
-    monkeypatch.setattr(SeenIds, "matches", counted)
-    theirs, ours = nn.Embedding(500, WIDTH), speedtorch.Embedding(500, WIDTH)
-    ours.load_state_dict(theirs.state_dict())
-    tokens = torch.randint(500, (8, 60))
-    tokens[:, 30] = tokens[:, 3]  # a lookup that comes again
-    for module in (theirs, ours):
-        for _ in range(2):
-            sgd = optim.SGD(module.parameters(), lr=0.1)
-            loss = sum(module(tokens[:, t]).square().sum() * (t + 1) for t in range(60))
-            assert isinstance(loss, Tensor)
-            loss.backward()
-            sgd.step()
-            sgd.zero_grad()
-            tokens = tokens.flip(1)
-    assert_same_bytes(rows_of(ours), theirs.weight.detach())
-    assert compared < 2 * 60 * 12
-
-
-@pytest.mark.parametrize("again", [False, True])
+@ADAMS
+@pytest.mark.parametrize("again", ["once", "again", "interrupted"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
-    reads: bool, again: bool, device: str
+    make: Any, reads: bool, again: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedding = speedtorch.Embedding(10, 3, device=device)
-    adam = optim.Adam(embedding.parameters(), lr=0.1)
+    sparse = make is optim.SparseAdam
+    embedding = speedtorch.Embedding(10, 3, device=device, sparse=sparse)
+    adam = make(list(embedding.parameters()), lr=0.1)
     speedtorch.attach(adam, embedding)
     embedding(torch.tensor([1, 2])).sum().backward()
     adam.step()
@@ -670,8 +572,16 @@ def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
         gradient = embedding.weight.grad
         assert gradient is not None and gradient.shape == (10, 3)
         assert not gradient.to_dense().any()
-    if again:
+    if again == "again":
         adam.zero_grad(set_to_none=False)
+    if again == "interrupted":
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Tensor, "zero_", interrupted)
+            adam.zero_grad(set_to_none=False)
     adam.step()
     assert (embedding.numpy() == before).all()
     assert embedding.weight.grad is not None  # as in torch, until it is set

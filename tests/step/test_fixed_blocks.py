@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor
 
 import speedtorch
@@ -17,7 +16,6 @@ from speedtorch.step.row_store import RowStore
 from speedtorch.table.lazy_table import LazyTable
 
 ROWS, WIDTH, CAPACITY, STEPS = 40, 3, 12, 60
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 FIELDS = {"weight": ((WIDTH,), torch.float32), "state": ((), torch.float64)}
 
 
@@ -85,7 +83,6 @@ GUESSES: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("padding", [None, 4])
 @pytest.mark.parametrize("guess", GUESSES.values(), ids=GUESSES)
-@pytest.mark.parametrize("device", DEVICES)
 def test_prefetched_rows_change_no_number(
     device: str, guess: Callable[[int], Tensor], padding: int | None
 ) -> None:
@@ -99,7 +96,6 @@ def test_prefetched_rows_change_no_number(
     assert all(torch.equal(*pair) for pair in zip(ours.home(), plain.home(), strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_prefetched_rows_are_not_read_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Blocks(device)
     read: list[int] = []
@@ -129,7 +125,6 @@ def trained(*numbers: int) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_fault_writes_held_rows_to_the_table_and_lets_none_move_until_they_go_on(
     device: str,
 ) -> None:
@@ -151,7 +146,6 @@ def test_a_fault_writes_held_rows_to_the_table_and_lets_none_move_until_they_go_
 
 
 @pytest.mark.parametrize("padding", [None, 4])
-@pytest.mark.parametrize("device", DEVICES)
 def test_blocks_of_other_fields_hold_the_same_rows_and_go_on_as_those_before(
     device: str, padding: int | None
 ) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor, optim
 
 import speedtorch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 ROWS, PADDING, ROW = 20, 4, (1.0, 2.0, 3.0)
 BATCHES = ([4, 1, 4, 2], [4, 2, 5], [7, 8], [4, 4], [], [4, 7, 1])
 # With weight decay an optimizer changes a row whose gradient is zeros.
@@ -57,7 +55,6 @@ def trained(decays: str, device: str, capacity: int | None, *, ahead: bool) -> l
     return [rows.clone(), *kept]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decays", DECAYS)
 def test_a_step_that_decays_rows_leaves_the_padding(decays: str, device: str) -> None:
     plain = trained(decays, device, None, ahead=False)
@@ -67,7 +64,6 @@ def test_a_step_that_decays_rows_leaves_the_padding(decays: str, device: str) ->
         assert all(map(torch.equal, again, plain))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_were_prefetched_in_vain_leave_the_padding(device: str) -> None:
     embedding = speedtorch.Embedding(ROWS, 1, padding_idx=PADDING, device=device)
     optimizer = optim.SGD(embedding.parameters(), 0.1)
@@ -83,7 +79,6 @@ def test_rows_that_were_prefetched_in_vain_leave_the_padding(device: str) -> Non
     assert embedding.table["weight"][PADDING].item() == 7.0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("capacity", [None, 4])
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_a_padding_that_was_shortened_stays_so(
@@ -105,17 +100,3 @@ def test_a_padding_that_was_shortened_stays_so(
     found = ours.state_dict()["weight"]
     assert torch.equal(found[0], theirs.weight.detach()[0])
     torch.testing.assert_close(found, theirs.weight.detach())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_that_decays_leaves_the_padding_of_the_next_batch(device: str) -> None:
-    before = torch.ones(ROWS, 3)
-    ours = speedtorch.Embedding(ROWS, 3, padding_idx=0, _weight=before.clone(), device=device)
-    sgd = optim.SGD(ours.parameters(), lr=0.1, weight_decay=0.5)
-    given = [torch.tensor(ids, device=device) for ids in ([1], [2, 0], [0, 3], [4])]
-    for ids in speedtorch.prefetch(given, ours, ids=lambda ids: ids):
-        rows = ours(ids)
-        assert torch.equal(rows.detach().cpu(), before[ids.cpu()])
-        rows.sum().backward()
-        sgd.step()
-        sgd.zero_grad()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDS_GPU
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
@@ -18,7 +17,6 @@ import speedtorch
 from speedtorch.step.sparse_rows import SparseRows
 
 ROWS, WIDTH = 12, 4
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 IDS = torch.tensor([3, 1, 3, 11])
 MODULES = [speedtorch.Embedding, speedtorch.EmbeddingBag]
 Module = speedtorch.Embedding | speedtorch.EmbeddingBag
@@ -47,9 +45,9 @@ def stepped(module: Module) -> None:
 STATES = [untouched, held, stepped]
 
 
-@pytest.fixture(params=DEVICES)
-def module(request: pytest.FixtureRequest) -> speedtorch.Embedding:
-    return speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=request.param)
+@pytest.fixture
+def module(device: str) -> speedtorch.Embedding:
+    return speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=device)
 
 
 def after(rows: Tensor, steps: int = 1) -> Tensor:
@@ -72,15 +70,6 @@ def over_the_states(test: Any) -> Any:
 # What it is
 
 
-@pytest.mark.parametrize("make", MODULES)
-def test_classes_are_those_of_torch(make: type[Module]) -> None:
-    module = make(ROWS, WIDTH)
-    assert isinstance(module, getattr(nn, make.__name__))
-    assert isinstance(module.weight, nn.Parameter)
-    assert isinstance(module.weight, Tensor)
-    assert list(dict(module.named_parameters())) == ["weight"]
-
-
 @over_the_states
 def test_its_repr_does_not_lie(
     module: speedtorch.Embedding, state: Callable[[Module], None]
@@ -95,94 +84,6 @@ def test_its_repr_does_not_lie(
 
 # ------------------------------------------------------------------------------------------------
 # In an optimizer
-
-
-SEEN: list[tuple[type, torch.Size, int]] = []
-"""What Looking has noted; no attribute of its own, which would count as state."""
-
-
-class Looking(optim.Optimizer):
-    """SGD that notes what its parameters look like within step()."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-        SEEN.clear()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.change(parameter, group["lr"])
-        return loss
-
-    def change(self, parameter: Tensor, rate: float) -> None:
-        if parameter.grad is not None:
-            SEEN.append((type(parameter), parameter.shape, parameter.numel()))
-            parameter.add_(parameter.grad, alpha=-rate)
-
-
-def test_within_a_step_it_is_a_plain_parameter_of_the_held_rows(
-    module: speedtorch.Embedding,
-) -> None:
-    optimizer = Looking(module.parameters())
-    expected = rows_of(module)
-    for _ in range(2):
-        optimizer.zero_grad()
-        held(module)
-        optimizer.step()
-        assert isinstance(module.weight, nn.Parameter)
-        assert tuple(module.weight.shape) == (ROWS, WIDTH)
-        assert SEEN[-1] == (nn.Parameter, torch.Size([3, WIDTH]), 3 * WIDTH)
-    assert {kind for kind, *_ in SEEN} == {nn.Parameter}
-    assert_same_bytes(rows_of(module), after(expected, 2))
-
-
-def test_every_way_to_an_optimizer_gives_it_the_same_object(module: speedtorch.Embedding) -> None:
-    ways = [
-        optim.SGD([module.weight], lr=1.0),
-        optim.SGD(module.parameters(), lr=1.0),
-        optim.SGD(dict(module.named_parameters()).values(), lr=1.0),
-        optim.SGD([{"params": module.weight}], lr=1.0),
-    ]
-    given = [each.param_groups[0]["params"] for each in ways]
-    assert all(len(each) == 1 for each in given)
-    assert len({id(each[0]) for each in given}) == 1
-    before = rows_of(module)
-    held(module)
-    ways[0].step()
-    assert not torch.equal(rows_of(module), before)
-
-
-@pytest.mark.parametrize("make", [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad])
-@pytest.mark.parametrize("device", DEVICES)
-def test_torchs_default_implementation_is_chosen_as_for_a_plain_parameter(
-    device: str, make: Callable[..., optim.Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch runs foreach on a GPU where every parameter's type is exactly Parameter."""
-    from torch.optim import optimizer as torch_optimizer
-
-    types = []
-    real = torch_optimizer._default_to_fused_or_foreach
-
-    def spy(params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        types.extend(type(each) for each in params)
-        return real(params, *args, **kwargs)
-
-    module = speedtorch.Embedding(ROWS, WIDTH, device=device)
-    optimizer = make(module.parameters(), lr=0.1)
-    if make is not optim.SGD:
-        speedtorch.attach(optimizer, module)
-    held(module)
-    for name in ("sgd", "adam", "adamw", "adagrad"):
-        inside = __import__(f"torch.optim.{name}", fromlist=[name])
-        if hasattr(inside, "_default_to_fused_or_foreach"):
-            monkeypatch.setattr(inside, "_default_to_fused_or_foreach", spy)
-    optimizer.step()
-    assert set(types) == {nn.Parameter}
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
@@ -209,32 +110,20 @@ def of_no_rows(ids: list[int], device: str) -> Tensor:
 
 
 def scaled_steps(
-    module: Any, optimizer: optim.Optimizer, batches: Any, scaler: Any, between: Any
+    module: Any, optimizer: optim.Optimizer, batches: Any, scaler: Any, *, to_none: bool = True
 ) -> None:
     for ids in batches:
+        optimizer.zero_grad(set_to_none=to_none)
         found = module(ids)
         loss = (found if isinstance(found, Tensor) else found.values()).sum()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        between(module)
         if scaler is None:
+            loss.backward()
             optimizer.step()
         else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
-
-
-def zeroed(optimizer: optim.Optimizer, batches: Any, *, to_none: bool) -> Any:
-    for ids in batches:
-        optimizer.zero_grad(set_to_none=to_none)
-        yield ids
-
-
-def collection_of_bags(rows: Tensor, device: str, **settings: Any) -> Any:
-    config = speedtorch.EmbeddingBagConfig(ROWS, WIDTH, "rows")
-    kind = speedtorch.EmbeddingBagCollection
-    return kind.from_pretrained([config], {"rows": rows}, False, device=device, **settings)
 
 
 @pytest.mark.dealt("make", "sparse", "attached", "capacity", "prefetched")
@@ -249,7 +138,6 @@ def collection_of_bags(rows: Tensor, device: str, **settings: Any) -> Any:
     [(torch.amp.GradScaler, True), (torch.amp.GradScaler, False), (speedtorch.GradScaler, False)],
     ids=["to-none", "to-zeros", "speedtorchs"],
 )
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_grad_scaler_steps_where_lookups_name_no_row(
     device: str,
     scaler: Any,
@@ -276,8 +164,7 @@ def test_a_grad_scaler_steps_where_lookups_name_no_row(
         if prefetched:
             batches = speedtorch.prefetch(batches, module, ids=lambda batch: batch)
         used = scaler(device, init_scale=4.0) if scales else None
-        every = zeroed(optimizer, batches, to_none=to_none)
-        scaled_steps(module, optimizer, every, used, lambda module: None)
+        scaled_steps(module, optimizer, batches, used, to_none=to_none)
         made.append(rows_of(module))
     assert not torch.equal(made[0], first_rows())
     assert_same_bytes(made[1], made[0])
@@ -287,7 +174,6 @@ def test_a_grad_scaler_steps_where_lookups_name_no_row(
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("without", WITHOUT_ROWS.values(), ids=WITHOUT_ROWS)
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, speedtorch.clip_grad_norm_])
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_of_no_rows_is_clipped_between_unscale_and_step(
     device: str, clip: Any, without: list[int], norm_type: float, foreach: bool | None
 ) -> None:
@@ -296,28 +182,28 @@ def test_a_gradient_of_no_rows_is_clipped_between_unscale_and_step(
     embedding = speedtorch.Embedding(ROWS, WIDTH, _weight=rows, padding_idx=0, device=device)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, 1).to(device))
     sgd = optim.SGD(model.parameters(), lr=1.0)
-    norms: list[Tensor] = []
-
-    def between(module: nn.Module) -> None:
-        norms.append(clip(module.parameters(), 1.0, norm_type, foreach=foreach))
-
     scaler = torch.amp.GradScaler(device, init_scale=4.0)
-    scaled_steps(model, sgd, [of_no_rows(without, device)], scaler, between)
-    assert norms[0] == len(without)  # the gradient of the bias alone
+    scaler.scale(model(of_no_rows(without, device)).sum()).backward()
+    scaler.unscale_(sgd)
+    norm = clip(model.parameters(), 1.0, norm_type, foreach=foreach)
+    scaler.step(sgd)
+    assert norm == len(without)  # the gradient of the bias alone
     assert_same_bytes(rows_of(embedding), rows)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_grad_scaler_steps_where_the_features_of_a_collection_name_no_row(device: str) -> None:
     some = {"rows": IDS[None].to(device)}
     nothing = {"rows": of_no_rows([], device).t()}
+    config, kind = (
+        speedtorch.EmbeddingBagConfig(ROWS, WIDTH, "rows"),
+        speedtorch.EmbeddingBagCollection,
+    )
     made = []
     for scales in (False, True):
-        module = collection_of_bags(first_rows(), device)
+        module = kind.from_pretrained([config], {"rows": first_rows()}, False, device=device)
         sgd = optim.SGD(module.parameters(), lr=1.0)
         scaler = torch.amp.GradScaler(device, init_scale=4.0) if scales else None
-        every = zeroed(sgd, [nothing, some, nothing], to_none=True)
-        scaled_steps(module, sgd, every, scaler, lambda module: None)
+        scaled_steps(module, sgd, [nothing, some, nothing], scaler)
         made.append(module.state_dict()["embedding_bags.rows.weight"].cpu().clone())
     assert not torch.equal(made[0], first_rows())
     assert_same_bytes(made[1], made[0])
@@ -353,7 +239,6 @@ SCALED_READS: dict[str, Callable[[Tensor, Callable[[float], Tensor]], Tensor]] =
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_rows_without_memory_of_a_scaled_gradient_are_torchs(scale: str, device: str) -> None:
     for name, read in SCALED_READS.items():
@@ -381,37 +266,6 @@ def test_a_number_on_a_gpu_that_has_scaled_a_gradient_and_changed_is_refused() -
         gradient.to_dense()
 
 
-@pytest.mark.parametrize("where", ["within", "around"])
-def test_after_an_error_within_a_step_it_answers_as_before(
-    module: speedtorch.Embedding, where: str
-) -> None:
-    """Within the optimizer's own step function, and in code around super().step()."""
-
-    class Broken(Looking):
-        def step(self, closure: Any = None) -> Any:
-            given = self.param_groups[0]["params"]  # or those of a copy that is tried out
-            if where == "around" and any(each is module.weight for each in given):
-                raise RuntimeError("broken")
-            return super().step(closure)
-
-        def change(self, parameter: Tensor, rate: float) -> None:
-            if where == "within" and parameter is module.trained_rows.parameter:
-                raise RuntimeError("broken")
-            super().change(parameter, rate)
-
-    optimizer = Broken(module.parameters())
-    held(module)
-    with pytest.raises(RuntimeError, match="broken"):
-        optimizer.step()
-    optimizer.zero_grad()
-    module(IDS.to(module.weight.device))
-    assert tuple(module.weight.shape) == (ROWS, WIDTH)
-    with pytest.raises(RuntimeError, match=r"emb\(ids\)"):
-        module.weight.t()
-    with torch.no_grad():
-        assert_same_bytes(module.weight[11].cpu(), first_rows()[11])
-
-
 # ------------------------------------------------------------------------------------------------
 # Reading rows
 
@@ -435,20 +289,6 @@ def test_a_gradient_of_the_paddings_row_that_torch_would_give_is_refused(
     assert weight.grad.to_dense()[:4, 0].tolist() == [0, 0, 1, 2]
 
 
-def test_lookups_and_reads_are_one_step(module: speedtorch.Embedding) -> None:
-    """A tied head that scores a few candidates by rows of the same table."""
-    sgd = optim.SGD(module.parameters(), lr=1.0)
-    plain = nn.Embedding.from_pretrained(first_rows(), freeze=False)
-    reference = optim.SGD(plain.parameters(), lr=1.0)
-    candidates = torch.tensor([5, 1])
-    for each, optimizer in ((module, sgd), (plain, reference)):
-        device = each.weight.device
-        scores = each(IDS.to(device)) @ each.weight[candidates.to(device)].t()
-        scores.sum().backward()
-        optimizer.step()
-    torch.testing.assert_close(rows_of(module), plain.weight.detach())
-
-
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1], ids=str)
 def test_a_row_that_is_not_there_is_an_index_error(
     module: speedtorch.Embedding, index: int
@@ -459,10 +299,6 @@ def test_a_row_that_is_not_there_is_an_index_error(
 
 # ------------------------------------------------------------------------------------------------
 # What it refuses
-
-
-def score(weight: Tensor) -> Tensor:
-    return F.linear(torch.ones(1, WIDTH, device=weight.device), weight)
 
 
 def assert_refused_by_name(call: Callable[[], object]) -> None:
@@ -553,22 +389,6 @@ def test_a_row_that_was_looked_up_before_a_step_has_the_values_after_it(
     assert_same_bytes(rows_of(module)[3], expected)
 
 
-@over_the_states
-def test_a_write_to_a_held_row_is_seen_by_its_next_lookup(
-    module: speedtorch.Embedding, state: Callable[[Module], None]
-) -> None:
-    state(module)
-    with torch.no_grad():
-        module.weight[3].fill_(9)
-    ids = torch.tensor([3], device=module.weight.device)
-    assert_same_bytes(module(ids).detach().cpu(), torch.full((1, WIDTH), 9.0))
-    assert_same_bytes(rows_of(module)[3], torch.full((WIDTH,), 9.0))
-
-
-def whole_copy(module: Module) -> None:
-    module.weight.data.copy_(torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH))
-
-
 def init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.weight.data.normal_(mean=3.0, std=0.01)
@@ -576,52 +396,18 @@ def init_weights(module: nn.Module) -> None:
             module.weight.data[module.padding_idx].zero_()
 
 
-@pytest.mark.parametrize("write", [init_weights, whole_copy], ids=lambda write: write.__name__)
-@over_the_states
-def test_rows_that_are_initialised_in_place_are_trained(
-    module: speedtorch.Embedding, state: Callable[[Module], None], write: Callable[[Module], None]
-) -> None:
-    state(module)
-    write(module)
-    with torch.no_grad():
-        looked_up = module(torch.arange(ROWS, device=module.weight.device)).cpu()
-    assert_same_bytes(rows_of(module), looked_up)
-    assert not bool((looked_up == first_rows()).all(1).any())
-    module.zero_grad()
-    sgd = optim.SGD(module.parameters(), lr=1.0)
-    held(module)
-    sgd.step()
-    assert_same_bytes(rows_of(module), after(looked_up))
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_rows_that_nobody_has_looked_up_can_be_multiplied(times: int) -> None:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        made.append(speedtorch.Embedding(10, 4))
-    untouched, drawn = made
-    expected = rows_of(drawn) * 0.5**times
-    for _ in range(times):
-        untouched.weight.data.mul_(0.5)
-    assert_same_bytes(rows_of(untouched), expected)
-    with torch.no_grad():
-        made[0].weight.add_(1).mul_(0.5)
-    assert_same_bytes(rows_of(untouched), (expected + 1) * 0.5)
-
-
 @pytest.mark.parametrize("attached", [False, True])
-def test_rows_that_nobody_has_looked_up_can_be_added_to(attached: bool) -> None:
+def test_rows_that_nobody_has_looked_up_can_be_multiplied_and_added_to(attached: bool) -> None:
     torch.manual_seed(3)
-    embedding, expected = speedtorch.Embedding(10, 4), speedtorch.Embedding(10, 4)
-    expected.load_state_dict(copy.deepcopy(embedding).state_dict())
+    embedding = speedtorch.Embedding(10, 4)
+    expected = rows_of(copy.deepcopy(embedding))
     if attached:
         speedtorch.attach(optim.Adam(embedding.parameters()), embedding)
+    embedding.weight.data.mul_(0.5)
     with torch.no_grad():
-        embedding.weight.add_(torch.ones(10, 4))
+        embedding.weight.add_(torch.ones(10, 4)).mul_(0.5)
     embedding.weight.data -= 3 * torch.ones(10, 4)
-    saved = expected.state_dict()["weight"] + 1 - 3
-    assert torch.equal(embedding.state_dict()["weight"], saved)
+    assert_same_bytes(rows_of(embedding), (expected * 0.5 + 1) * 0.5 - 3)
 
 
 # ------------------------------------------------------------------------------------------------

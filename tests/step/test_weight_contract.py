@@ -17,14 +17,11 @@ import pytest
 import torch
 import weight_contract as contract
 import weight_operations as hand
-from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 from weight_contract import ROWS, WIDTH, Found, Operation, difference, numbers, plain
 from weight_operations import by_hand
 
 import speedtorch
-
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
 # ------------------------------------------------------------------------------------------------
 # States of training
@@ -359,10 +356,7 @@ def check(device: str, *runs: tuple[Sequence[Way], Sequence[Operation]]) -> None
 ALL = pytest.param(True, marks=pytest.mark.nightly, id="all")
 EVERY = pytest.mark.parametrize("all_of_them", [pytest.param(False, id="some"), ALL])
 OVER_STATES = pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.filterwarnings("ignore"),  # of torch, that functions are old or new
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that functions are old or new
 
 
 def ways_of(state: State, **settings: Any) -> list[Way]:

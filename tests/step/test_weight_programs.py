@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -294,7 +293,6 @@ def run_until_refused(seed: int, case: str, device: str) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_programs_leave_the_rows_of_a_plain_parameter(device: str, case: str) -> None:
     ended = [run_until_refused(seed, case, device) for seed in range(PROGRAMS // len(CASES))]
     # A GPU refuses more calls: those with other tensors beside all rows.
