@@ -8,6 +8,7 @@ that move rows or end a step, `make nightly` at every line.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import itertools
@@ -47,7 +48,7 @@ from torch import Tensor, nn
 import speedtorch
 from speedtorch.optim.step_hooks import OptimizerStep
 from speedtorch.optim.step_state import StepState
-from speedtorch.step import cached_store
+from speedtorch.step import cached_store, hot_rows
 from speedtorch.step.cached_store import CachedStore
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.held_rows import HeldRows
@@ -83,17 +84,23 @@ WHOLE: list[Any] = [HotRows._move, HotRows.write_back, HotRows._reload]
 """Functions of which each line counts: they change a map of rows along with the rows."""
 
 
-def at_places(seen: list[tuple[str, Line]]) -> list[int]:
-    """Numbers of the last time that each kind of call comes to one of these places."""
-    edges: set[Line] = set()
+@cache
+def lines_of_places() -> frozenset[Line]:
+    lines: set[Line] = set()
     for function in (*PLACES, *WHOLE):
         code = inspect.unwrap(function).__code__
         assert code.co_filename in TRAINING
-        lines = {line for *_, line in code.co_lines() if line and line > code.co_firstlineno}
-        edges |= {(code.co_filename, line, "return") for line in lines}
-        begin = lines if function in WHOLE else {min(lines)}
-        edges |= {(code.co_filename, line, "line") for line in begin}
-    last = {each: number for number, each in enumerate(seen, 1) if each[1] in edges}
+        numbers = {line for *_, line in code.co_lines() if line and line > code.co_firstlineno}
+        begin = numbers if function in WHOLE else {min(numbers)}
+        lines |= {(code.co_filename, line, "line") for line in begin}
+        lines |= {(code.co_filename, line, "return") for line in numbers}
+    return frozenset(lines)
+
+
+def at_places(seen: list[tuple[str, Line]]) -> list[int]:
+    """Numbers of the last time that each kind of call comes to one of these places."""
+    places = lines_of_places()
+    last = {each: number for number, each in enumerate(seen, 1) if each[1] in places}
     return sorted(last.values())
 
 
@@ -247,16 +254,6 @@ def set_cache(batch: int, nbytes: int | None) -> Call:
     return Call("cache", batch, lambda o: speedtorch.cache(o.model, nbytes), nothing)
 
 
-def replay(batch: int) -> Call:
-    """What comes before a CUDA graph's replay: rows may take slots of others."""
-
-    def ours(o: Ours) -> None:
-        for each in o.model:
-            each.trained_rows.exchange.held.store.before_replay()
-
-    return Call("replay", batch, ours, nothing)
-
-
 def write(batch: int) -> Call:
     """Writes to rows in the table, of which some are in a cache's slots."""
     ids = torch.tensor([1, 2, 8])
@@ -396,8 +393,7 @@ def between_batches(batch: int) -> Iterator[Call]:
     elif batch == 1:
         yield from (read(batch), set_cache(batch, None), set_cache(batch, 50))
     else:
-        yield from (write(batch), flush(batch), replay(batch), read(batch))
-        yield from (set_cache(batch, 90), flush(batch))
+        yield from (write(batch), read(batch), set_cache(batch, 90), flush(batch))
 
 
 def with_a_changing_cache(begin: int, device: str, *, ahead: bool = False) -> Iterator[Call]:
@@ -624,6 +620,66 @@ def test_an_error_at_every_line_of_ours_leaves_all_before_or_after_the_call(
     work = Interrupted(loop, optimizer, device)
     work.seen()
     work.interrupt_each(range(1, len(work.seen()) + 1), way)
+
+
+@pytest.mark.parametrize(
+    "every_line", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+@pytest.mark.parametrize(
+    "stored",
+    [pytest.param(None, marks=pytest.mark.nightly), torch.bfloat16],
+    ids=["rows", "stored"],
+)
+def test_an_error_while_rows_take_slots_of_others_loses_none(
+    stored: torch.dtype | None, every_line: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh in which rows take slots of others, a flush, and rows that take slots again."""
+    monkeypatch.setattr(hot_rows, "CHUNK_BYTES", 1 << 20)
+    cached = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(0), device=device, stored=stored)
+    sides = cached, copy.deepcopy(cached)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.25) for each in sides]
+    for side, optimizer in zip(sides, optimizers, strict=True):
+        speedtorch.attach(optimizer, side)
+    speedtorch.cache(cached, "180B")
+    every, store = torch.arange(ROWS, device=device), cached.trained_rows.exchange.held.store
+
+    def train(ids: Tensor) -> None:
+        for side, optimizer in zip(sides, optimizers, strict=True):
+            optimizer.zero_grad()
+            side(ids).sin().sum().backward()
+            optimizer.step()
+
+    def move_and_fail(number: int | None, turn: int) -> Lines:
+        with monkeypatch.context() as patch:
+            patch.setattr(hot_rows, "FIRST", ())
+            patch.setattr(hot_rows, "EVERY", 1 << 20)
+            for shift in (turn, turn + 1, turn):  # of other rows each time
+                train(every[:4].add(3 * shift) % ROWS)
+        with lines_of_ours(number, ERRORS[turn % 2]) as lines:
+            store.before_replay()
+            cached.flush()
+            store.before_replay()
+        for side in sides:
+            side.table["weight"][turn % ROWS] = 0.5
+        with torch.no_grad():
+            assert torch.equal(*(side(every) for side in sides)), lines.where
+        train(every[turn % 5 :])
+        for side in sides:
+            side.flush()
+        for name in cached.table.fields:
+            assert torch.equal(*(side.table[name] for side in sides)), lines.where
+        return lines
+
+    for turn in range(4):
+        seen = move_and_fail(None, turn).seen
+    assert seen is not None
+    numbers = list(range(1, len(seen) + 1))
+    if not every_line:
+        numbers = [number for number in numbers if seen[number - 1] in lines_of_places()]
+    for turn, number in enumerate(numbers * 3):  # each with some rows of others
+        move_and_fail(number, turn)
+    assert len(numbers) > 30
+    assert cached.report().rows_moved > len(numbers)
 
 
 # ------------------------------------------------------------------------------------------------
