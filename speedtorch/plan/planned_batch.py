@@ -353,13 +353,17 @@ class Joint(Protocol):
 class PlannedBatch:
     """The unique rows of a batch in ascending order, which is their order in a step.
 
-    The batch consists of the ids of all `parts`. The row of the padding follows these rows, even if
-    no id names the padding. `following()` is the batch that was planned after this one.
+    The padding's row follows these rows, even if no id names the padding. `following()` is the
+    batch that was planned after this one.
 
     count() sets `held`, the number of unique rows without the padding's. It also sets `ids`
     `[held]`, the ascending ids, always in one tensor, and `loaded`, `ids` followed by the padding.
 
     Args:
+        parts: The ids of the batch: one tensor per lookup, or a BatchIds.
+        rows: The number of rows of the table.
+        device: The device of the step's rows.
+        padding: The id of the padding's row, or None.
         after: The batch of the step before, or the ascending ids of that step's rows.
         name: The name of the module in errors.
         joint: The joint batch in which `parts` are planned with other tables' ids. Only it lists
