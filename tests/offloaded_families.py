@@ -1,23 +1,23 @@
 """Families of models whose parts a Swapper offloads, and their training in each way.
 
 A `Family` makes a tiny model, names the offloaded modules and computes a loss. ResNet and LSTM are
-here, those that need a library in client_families.py. `trained` trains a model,
-`assert_same_training` a
-pair: one with modules within a third of what they take, and one that stays on the device.
+here, those that need a library in client_families.py. `trained` trains a model;
+`assert_same_training` compares one with modules within a third of what they take, and one that
+stays on the device.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import Pair, assert_equal
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -199,14 +199,6 @@ def _two_devices(swapper: Swapper) -> AbstractContextManager[Any]:
     return _TwoDevices(swapper) if swapper.device.type == "cpu" else nullcontext()
 
 
-def _move_rest(model: nn.Module, offloaded: list[nn.Module], device: str) -> None:
-    """Moves what is not offloaded to the device."""
-    within = {part for module in offloaded for part in module.modules()}
-    for part in model.modules():
-        if part not in within:
-            part._apply(lambda each: each.to(device), recurse=False)
-
-
 def training_bytes(offloaded: list[nn.Module]) -> int:
     """Bytes of modules with gradients and AdamW's state."""
     parameters = {each for module in offloaded for each in module.parameters()}
@@ -216,24 +208,21 @@ def training_bytes(offloaded: list[nn.Module]) -> int:
     )
 
 
-def make_pair(
-    family: Family, setting: Setting
-) -> tuple[tuple[nn.Module, Optimizer, list[nn.Module]], tuple[nn.Module, Optimizer]]:
-    """A model whose modules are on the host, and the same model on the device."""
+def make_pair(family: Family, setting: Setting, thirds: int = 1) -> Pair:
+    """A model whose modules are within so many thirds of what they take, and one on the device."""
     torch.manual_seed(0)
-    made = family.make()
+    model = family.make()
     if setting.variant == "lora":
-        made = family.adapt(made)
+        model = family.adapt(model)
     if "checkpoint" in setting.variant:
-        family.checkpoints(made, setting.variant == "reentrant-checkpoint")
-    whole = copy.deepcopy(made).to(setting.device)
-    offloaded = modules_of(family, made)
-    _move_rest(made, offloaded, setting.device)
-    optimizers = [
-        optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
-        for model in (made, whole)
-    ]
-    return (made, optimizers[0], offloaded), (whole, optimizers[1])
+        family.checkpoints(model, setting.variant == "reentrant-checkpoint")
+    modules = partial(modules_of, family)
+    budget = training_bytes(modules(model)) * thirds // 3
+
+    def make(parameters: Iterable[Tensor]) -> Optimizer:
+        return optim.AdamW([param for param in parameters if param.requires_grad], lr=0.01)
+
+    return Pair(model, setting.device, make, modules, budget=budget)
 
 
 def trained(
@@ -279,64 +268,58 @@ def assert_same_training(family: Family, setting: Setting) -> None:
     Where each call is a use, the graph is cut between modules; the plain model's is cut, too, where
     that alone gives other bits.
     """
-    (made, optimizer, offloaded), (whole, other) = make_pair(family, setting)
-    budget = training_bytes(offloaded) // 3
-    swapper = Swapper(offloaded, optimizer, device=setting.device, budget=budget)
+    pair = make_pair(family, setting)
+    swapper, offloaded = pair.swapper, modules_of(family, pair.made)
+    nbytes = sum(param.nbytes for module in offloaded for param in module.parameters())
     auto: AbstractContextManager[Any] = nullcontext()
     if setting.mode == "use":
         for module in offloaded:
             use_by_call(module, lambda module=module: swapper.use(module))
         # Autocast casts a leaf once, and the inputs of a graph that is cut are leaves.
         is_cut = family.shares or setting.variant == "autocast"
-        for module in modules_of(family, whole) if is_cut else ():
+        for module in modules_of(family, pair.whole) if is_cut else ():
             use_by_call(module, nullcontext)
     else:
         auto = swapper.auto(step=setting.mode == "auto-step")
 
     def check() -> None:
         report = swapper.report()
-        assert report.resident_bytes <= budget and not report.in_use
+        assert report.resident_bytes <= report.budget_bytes and not report.in_use
 
     with auto, _two_devices(swapper):
-        found = trained(family, made, optimizer, setting, check)
-    expected = trained(family, whole, other, setting)
+        found = trained(family, pair.made, pair.optimizers[0], setting, check)
+    expected = trained(family, pair.whole, pair.optimizers[1], setting)
     assert [each.item() for each in found] == [each.item() for each in expected]
     assert expected[0] != expected[-1]
-    report = swapper.report()
-    assert report.bytes_in > STEPS * sum(
-        e.nbytes for module in offloaded for e in module.parameters()
-    )
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
-    swapper.evict()
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
-    assert optimizer.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    assert swapper.report().bytes_in > STEPS * nbytes
+    pair.assert_same()
+    groups, expected_groups = (each.state_dict()["param_groups"] for each in pair.optimizers)
+    assert groups == expected_groups
 
 
 def assert_same_training_at_once(family: Family, device: str) -> None:
     """Uses all modules for each forward and backward, within what weights and gradients take."""
     setting = Setting("use", "plain", device)
-    (made, optimizer, offloaded), (whole, other) = make_pair(family, setting)
-    budget = training_bytes(offloaded) * 2 // 3
-    swapper = Swapper(offloaded, optimizer, device=device, budget=budget)
-    with _two_devices(swapper):
-        found = trained(family, made, optimizer, setting, using=lambda: swapper.use(*offloaded))
-    expected = trained(family, whole, other, setting)
+    pair = make_pair(family, setting, thirds=2)
+    used = partial(pair.swapper.use, *modules_of(family, pair.made))
+    with _two_devices(pair.swapper):
+        found = trained(family, pair.made, pair.optimizers[0], setting, using=used)
+    expected = trained(family, pair.whole, pair.optimizers[1], setting)
     assert [each.item() for each in found] == [each.item() for each in expected]
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
-    assert swapper.report().resident_bytes <= budget
+    report = pair.swapper.report()
+    assert report.resident_bytes <= report.budget_bytes
+    pair.assert_same()
 
 
 def assert_too_large_at_once(family: Family, device: str) -> None:
     """A third is enough for all weights, and not for their gradients; nothing is stepped."""
-    setting = Setting("use", "plain", device)
-    (made, optimizer, offloaded), (whole, _) = make_pair(family, setting)
-    swapper = Swapper(offloaded, optimizer, device=device, budget=training_bytes(offloaded) // 3)
+    pair = make_pair(family, Setting("use", "plain", device))
     message = "too small for the modules in use, .*, with their gradients"
-    with pytest.raises(RuntimeError, match=message), swapper.use(*offloaded):
-        family.loss(made, 0, device).backward()  # type: ignore[no-untyped-call]
-    assert not swapper.report().in_use
-    weights, expected = dict(made.named_parameters()), dict(whole.named_parameters())
-    assert_equal(weights, expected)  # type: ignore[arg-type]
+    used = pair.swapper.use(*modules_of(family, pair.made))
+    with pytest.raises(RuntimeError, match=message), used:
+        family.loss(pair.made, 0, device).backward()  # type: ignore[no-untyped-call]
+    assert not pair.swapper.report().in_use
+    assert_equal(*(dict(model.named_parameters()) for model, _ in pair))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -365,6 +348,12 @@ class _Residual(nn.Module):
         return torch.relu_(y)
 
 
+def _call(block: nn.Module, *args: Any, reentrant: bool | None) -> Any:
+    if reentrant is None or not block.training:
+        return block(*args)
+    return checkpoint(block, *args, use_reentrant=reentrant)
+
+
 class _ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -378,10 +367,7 @@ class _ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            if self.reentrant is None or not self.training:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = _call(block, x, reentrant=self.reentrant)
         y: Tensor = self.head(x.mean((2, 3)))
         return y
 
@@ -413,10 +399,7 @@ class _Lstm(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x, state = self.words(ids), None
         for block in self.blocks:
-            if self.reentrant is None or not self.training:
-                x, state = block(x, state)
-            else:
-                x, state = checkpoint(block, x, state, use_reentrant=self.reentrant)
+            x, state = _call(block, x, state, reentrant=self.reentrant)
         y: Tensor = self.head(x)
         return y
 

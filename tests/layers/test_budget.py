@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import Pair, own_optimizer
 from torch import Tensor, nn, optim
 
 from speedtorch.layers import Swapper, module_groups
@@ -20,11 +22,11 @@ WIDTH = 64
 MODULE_BYTES = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes of the weights of a module
 
 
-def layers(count: int = 8) -> nn.Sequential:
+def layers(count: int = 8, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         *(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
             for _ in range(count)
         )
     )
@@ -45,12 +47,8 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     modules = list(swapper._offloaded.values())
 
     def look(_: object = None) -> None:
-        found.append(
-            sum(
-                offloaded.groups.device_bytes + offloaded.groups.other_bytes()
-                for offloaded in modules
-            )
-        )
+        groups = [offloaded.groups for offloaded in modules]
+        found.append(sum(each.device_bytes + each.other_bytes() for each in groups))
 
     step = PartialStep.step
 
@@ -58,11 +56,8 @@ def watched(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         step(self, parameters)
         look()
 
-    hooks = [
-        each.register_post_accumulate_grad_hook(look)
-        for offloaded in modules
-        for each in offloaded.module.parameters()
-    ]
+    params = [param for offloaded in modules for param in offloaded.module.parameters()]
+    hooks = [param.register_post_accumulate_grad_hook(look) for param in params]
     with monkeypatch.context() as patch:
         patch.setattr(PartialStep, "step", stepped)
         yield found
@@ -180,21 +175,16 @@ def test_an_evicted_module_is_loaded_only_by_a_use_or_a_prefetch() -> None:
 
 
 def test_gradients_that_were_dropped_and_state_make_room_for_modules_in_use() -> None:
-    model, whole = layers(2), layers(2)
-    optimizers = [OPTIMIZERS["AdamW"](each) for each in (model, whole)]
-    budget = int(
-        4.6 * (MODULE_BYTES + 1024)
-    )  # weights and gradients of both, and no state beside them
-    swapper = Swapper(model, optimizers[0], device="cpu", budget=budget)
+    budget = int(4.6 * (MODULE_BYTES + 1024))  # weights and gradients of both, and no state
+    models = Pair(layers(2), "cpu", partial(optim.AdamW, foreach=False), budget=budget)
     for _ in range(3):
-        with swapper.use(*model):
-            model(torch.ones(1, WIDTH)).sum().backward()
-            assert swapper.report().resident_bytes <= budget
-        whole(torch.ones(1, WIDTH)).sum().backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-    assert_equal(tensors_of(model, optimizers[0]), tensors_of(whole, optimizers[1]))
+        for model, optimizer in models:
+            with models.swapper.use(*models.made) if model is models.made else nullcontext():
+                model(torch.ones(1, WIDTH)).sum().backward()
+                assert models.swapper.report().resident_bytes <= budget
+            optimizer.step()
+            optimizer.zero_grad()
+    models.assert_same()
 
 
 def test_a_backward_without_room_for_its_gradients_says_so() -> None:
@@ -251,16 +241,17 @@ def test_state_is_known_before_there_is_any(optimizer: str, kept: int) -> None:
     assert first.nbytes(nn.Parameter(torch.ones(3))) == 0  # which the optimizer does not have
 
 
-def test_state_of_an_optimizer_that_reads_elements_counts_once_it_is_there() -> None:
-    class Reads(optim.SGD):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for each in group["params"]:
-                    if each.grad is not None and each.grad.sum().item() != 0:
-                        self.state[each]["kept"] = torch.zeros_like(each)
+@own_optimizer
+def reads(optimizer: Any, params: list[Any]) -> None:
+    """Reads elements, which a trial without memory cannot."""
+    for param in params:
+        if param.grad.sum().item() != 0:
+            optimizer.state[param]["kept"] = torch.zeros_like(param)
 
+
+def test_state_of_an_optimizer_that_reads_elements_counts_once_it_is_there() -> None:
     model = layers(4)
-    made = Reads(model.parameters(), lr=0.1)
+    made = reads(model.parameters())
     assert FirstState(made).nbytes(model[0][0].weight) == 0
     swapper = Swapper(model, made, device="cpu", budget=int(4.2 * (MODULE_BYTES + 1024)))
     for offloaded in model:
@@ -276,12 +267,7 @@ def test_state_of_an_optimizer_that_reads_elements_counts_once_it_is_there() -> 
 @pytest.mark.parametrize("extra", [1.05, 1.6, 2.3])
 def test_the_allocator_has_given_no_more(extra: float, step: bool) -> None:
     width = 1024
-    model = nn.Sequential(
-        *(
-            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
-            for _ in range(8)
-        )
-    )
+    model = layers(8, width)
     made = optim.AdamW(model.parameters(), foreach=False)
     budget = int(4 * 8 * width * (width + 1) * extra)
     x = torch.ones(1, width, device="cuda")

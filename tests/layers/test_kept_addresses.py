@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import EVERY, every_interrupt, out_of_memory, source_files
-from offloaded_models import assert_equal, copies
+from interrupts import EVERY
+from offloaded_models import assert_equal, copies, linears
 from rank_backends import NEEDS_GPUS
+from test_training_state import ERRORS, Training, assert_errors_lose_nothing, assert_trains_on
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -26,9 +27,7 @@ MIB = 1 << 20
 
 
 def _model(side: int = 64) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Linear(side, side, device="cuda") for _ in range(4)]
-    return nn.Sequential(*layers, nn.BatchNorm1d(side, device="cuda"))
+    return linears(4, side).append(nn.BatchNorm1d(side)).cuda()
 
 
 def _places(model: nn.Module, optimizer: optim.Optimizer | None = None) -> list[int]:
@@ -160,13 +159,17 @@ def test_memory_is_free_while_offloaded_and_the_same_after_wake() -> None:
 
 
 @NEEDS_GPU
-def test_thousands_of_small_tensors_keep_their_values() -> None:
-    model = nn.ParameterList(torch.full((256, 256), float(n), device="cuda") for n in range(2000))
+@pytest.mark.parametrize(
+    ("tensors", "count"),
+    [(2000, 256 * 256), (1, 1), (1, 300_000), (1, 2_000_000), (1, 3_000_000)],
+)
+def test_tensors_of_any_number_and_size_keep_their_values(tensors: int, count: int) -> None:
+    model = nn.ParameterList(torch.full((count,), n + 3.0, device="cuda") for n in range(tensors))
     state = TrainingState(model, keep_addresses=True)
     for _ in range(3):
         with state.asleep():
-            assert all(bool((model[n] == n).all()) for n in range(0, 2000, 97))
-        assert all(bool((param == n).all()) for n, param in enumerate(model))
+            assert all(bool((model[n] == n + 3).all()) for n in range(0, tensors, 97))
+        assert all(bool((param == n + 3).all()) for n, param in enumerate(model))
 
 
 @NEEDS_GPU
@@ -244,17 +247,17 @@ def test_another_gpu_reads_tensors_with_kept_addresses() -> None:
 
 
 def test_addresses_that_cannot_be_kept_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="expected a state on a GPU, got device 'cpu'"):
-        TrainingState(layer, keep_addresses=True)
+    def refused(text: str, device: str | None = "cuda:0") -> None:
+        with pytest.raises(ValueError, match=text):
+            TrainingState(nn.Linear(2, 2), device=device, keep_addresses=True)
+
+    refused("expected a state on a GPU, got device 'cpu'", device=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with pytest.raises(ValueError, match="torch's allocator 'cudaMallocAsync' has no memory"):
-        TrainingState(layer, device="cuda:0", keep_addresses=True)
+    refused("torch's allocator 'cudaMallocAsync' has no memory")
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    with pytest.raises(ValueError, match="because PYTORCH_NO_CUDA_MEMORY_CACHING is set"):
-        TrainingState(layer, device="cuda:0", keep_addresses=True)
+    refused("because PYTORCH_NO_CUDA_MEMORY_CACHING is set")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -330,77 +333,28 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "_check_can_keep", lambda device: None)
 
 
-class _Trained:
+@pytest.fixture
+def trained(ranges: None) -> Training:
     """A small model on the CPU after steps."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(4, 8)
-        self.model.bias.requires_grad_(False)
-        self.optimizer = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.state = TrainingState(self.model, self.optimizer, keep_addresses=True)
-        for _ in range(2):
-            self.step()
-
-    def step(self) -> None:
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            loss: Tensor = self.model(torch.ones(3, 4)).square().sum()
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = dict(self.model.state_dict())
-        for name, param in self.model.named_parameters():
-            kept = self.optimizer.state.get(param, {})
-            found |= {f"{key} of {name}": value for key, value in kept.items()}
-            if param.grad is not None:
-                found[f"gradient of {name}"] = param.grad
-        return found
+    return Training("cpu", keep_addresses=True).step(2)
 
 
 @pytest.mark.usefixtures("ranges")
 @EVERY
-@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
+@ERRORS
 @pytest.mark.parametrize("call", ["sleep the first time", "sleep", "wake"])
 def test_an_error_at_any_line_loses_nothing_with_kept_addresses(
     call: str, error: Callable[[], BaseException], every: int
 ) -> None:
-    expected = copies(_Trained().tensors())
-
-    def prepared() -> _Trained:
-        trained = _Trained()
-        if call != "sleep the first time":
-            with trained.state.asleep():
-                pass
-        if call == "wake":
-            trained.state.sleep()
-        return trained
-
-    def called(trained: _Trained) -> None:
-        trained.state.wake() if call == "wake" else trained.state.sleep()
-
-    files = source_files("layers/*.py")
-    interrupted = every_interrupt(prepared, called, error, files=files, every=every)
-    for number, (trained, _) in enumerate(interrupted):
-        assert_equal(trained.tensors(), expected)
-        if number % 2:
-            trained.state.sleep()
-            assert_equal(trained.tensors(), expected)
-        trained.state.wake()
-        assert_equal(trained.tensors(), expected)
-        trained.step()
+    assert_errors_lose_nothing("cpu", call, error, every, keep_addresses=True)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["other-addresses", "same-addresses"])
 def test_a_second_error_while_a_wake_is_undone_loses_nothing(
-    keeps: bool, monkeypatch: pytest.MonkeyPatch, ranges: None
+    keeps: bool, monkeypatch: pytest.MonkeyPatch, trained: Training
 ) -> None:
-    trained = _Trained()
     expected = copies(trained.tensors())
-    trained.state = TrainingState(trained.model, trained.optimizer, keep_addresses=keeps)
+    trained.state = TrainingState(trained.layer, trained.optimizer, keep_addresses=keeps)
     trained.state.sleep()
 
     def fails(*_: object, **__: object) -> None:
@@ -415,14 +369,13 @@ def test_a_second_error_while_a_wake_is_undone_loses_nothing(
     assert_equal(trained.tensors(), expected)
     trained.state.wake()
     assert_equal(trained.tensors(), expected)
-    trained.step()
+    assert_trains_on(trained)
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_all_remain_offloaded_if_memory_is_too_little(
-    part: Any, monkeypatch: pytest.MonkeyPatch, ranges: None
+    part: Any, monkeypatch: pytest.MonkeyPatch, trained: Training
 ) -> None:
-    trained = _Trained()
     with trained.state.asleep():
         pass
     expected = copies(trained.tensors())
@@ -441,7 +394,7 @@ def test_all_remain_offloaded_if_memory_is_too_little(
         assert_equal(trained.tensors(), expected)
     trained.state.wake()
     assert_equal(trained.tensors(), expected)
-    trained.step()
+    assert_trains_on(trained)
 
 
 @pytest.mark.usefixtures("ranges")
@@ -498,17 +451,6 @@ def test_a_range_has_addresses_for_segments_of_torchs_allocator() -> None:
         pass
     (made,) = state._parts["weights"].memory._ranges  # type: ignore[attr-defined]
     assert made.reserved >= 20 * MIB
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("count", [1, 300_000, 2_000_000, 3_000_000])
-def test_one_tensor_of_any_size_moves(count: int) -> None:
-    model = nn.ParameterList([torch.full((count,), 3.0, device="cuda")])
-    state = TrainingState(model, keep_addresses=True)
-    for _ in range(2):
-        with state.asleep():
-            pass
-        assert bool((model[0] == 3).all())
 
 
 @NEEDS_GPUS

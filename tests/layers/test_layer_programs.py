@@ -12,7 +12,6 @@ SPEEDTORCH_PROGRAMS is how many programs are run; by default 40, always the same
 from __future__ import annotations
 
 import copy
-import io
 import os
 import random
 import re
@@ -23,11 +22,14 @@ from typing import Any
 
 import pytest
 import torch
+from offloaded_models import reloaded
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
 from speedtorch.layers import StateSwapper, Swapper, TrainingState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "40"))
 CALLS, WIDTH, BLOCKS = 22, 4, 4
@@ -91,26 +93,36 @@ class World:
 
     def __init__(self, kind: str | None, optimizer: str, device: str, budget: int) -> None:
         torch.manual_seed(1)
-        self.device, self.kind = device, kind or ""
+        self.device, self.kind, self.budget = device, kind or "", budget
         self.model = Model()
-        self.swapper: Swapper | None = None
         (self.model.head if "units" in self.kind else self.model).to(device)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.schedule = optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.average = [each.detach().cpu().clone() for each in self.model.parameters()]
         self.seen: list[Any] = []
         self.saved: Any = None
+        self.swapper: Swapper | None = None
         self.states: StateSwapper | None = None
         self.sleeper: TrainingState | None = None
+        self.offload()
+        if "sleep" in self.kind:
+            self.sleeper = TrainingState(self.model, self.optimizer, device=device)
+
+    def offload(self) -> None:
+        """Makes the swappers, or others after these were closed."""
         if "units" in self.kind:
-            whole = None if "use" in self.kind else budget
-            self.swapper = Swapper(self.model.blocks, self.optimizer, device=device, budget=whole)
+            budget = None if "use" in self.kind else self.budget
+            self.swapper = Swapper(
+                self.model.blocks, self.optimizer, device=self.device, budget=budget
+            )
             if "auto" in self.kind:
                 self.swapper.auto()
         if "optimizer state" in self.kind:
-            self.states = StateSwapper(self.optimizer, budget=budget, device=device)
-        if "sleep" in self.kind:
-            self.sleeper = TrainingState(self.model, self.optimizer, device=device)
+            self.states = StateSwapper(self.optimizer, budget=self.budget, device=self.device)
+
+    def close(self) -> None:
+        for swapper in filter(None, (self.swapper, self.states)):
+            swapper.close()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -201,13 +213,14 @@ def break_step(world: World, *, before: bool) -> None:
         handle.remove()
 
 
-def step_with_closure(world: World, seed: int, numbers: list[int]) -> None:
+def step_with_closure(world: World, seed: int, numbers: list[int], *, by_swapper: bool) -> None:
     def closure() -> Tensor:
         world.optimizer.zero_grad()
         train(world, seed, numbers)
         return torch.tensor(float(seed))
 
-    world.observe(world.optimizer.step(closure))
+    stepper: Any = (world.swapper if by_swapper else None) or world.optimizer
+    world.observe(stepper.step(closure))
 
 
 def clip(world: World, limit: float, *, by_norm: bool) -> None:
@@ -241,10 +254,7 @@ def look_at_all(world: World) -> None:
 def save(world: World, *, by_file: bool) -> None:
     state = world.model.state_dict(), world.optimizer.state_dict(), world.schedule.state_dict()
     if by_file:
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        world.saved = torch.load(file, map_location="cpu")
+        world.saved = reloaded(state, map_location="cpu")
     else:
         world.saved = copy.deepcopy(state)
     for name, each in world.saved[0].items():
@@ -262,8 +272,15 @@ def load(world: World, *, optimizer: bool) -> None:
         world.schedule.load_state_dict(state[2])
 
 
-def load_own(world: World) -> None:
-    world.optimizer.load_state_dict(world.optimizer.state_dict())
+def load_own(world: World, how: str) -> None:
+    state = world.optimizer.state_dict()
+    if how == "after a step":
+        world.optimizer.step()
+    for kept in state["state"].values() if how == "written" else ():
+        for value in kept.values():
+            if isinstance(value, Tensor) and value.dim():
+                value.fill_(0.5)
+    world.optimizer.load_state_dict(state)
 
 
 def change_dtype(world: World, dtype: torch.dtype) -> None:
@@ -273,23 +290,20 @@ def change_dtype(world: World, dtype: torch.dtype) -> None:
     world.saved = None
 
 
+EDITS: dict[str, Callable[[Block], object]] = {
+    "mul_": lambda block: block.into.weight.mul_(0.5),
+    "data": lambda block: block.into.bias.data.add_(0.25),
+    "row": lambda block: block.into.weight.__setitem__(1, 0.5),
+    "buffer": lambda block: block.norm.running_mean.add_(0.125),
+    "init": lambda block: nn.init.constant_(block.back.bias, 0.375),
+    "frozen": lambda block: block.frozen.weight.copy_(block.into.weight),
+    "assign": lambda block: setattr(block.scale, "data", torch.full_like(block.scale, 1.25)),
+}
+
+
+@torch.no_grad()
 def edit(world: World, number: int, how: str) -> None:
-    block = world.model.blocks[number]
-    with torch.no_grad():
-        if how == "mul_":
-            block.into.weight.mul_(0.5)
-        elif how == "data":
-            block.into.bias.data.add_(0.25)
-        elif how == "row":
-            block.into.weight[1] = 0.5
-        elif how == "buffer":
-            block.norm.running_mean.add_(0.125)
-        elif how == "init":
-            nn.init.constant_(block.back.bias, 0.375)
-        elif how == "frozen":
-            block.frozen.weight.copy_(block.into.weight)
-        elif how == "assign":
-            block.scale.data = torch.full_like(block.scale, 1.25)
+    EDITS[how](world.model.blocks[number])
 
 
 def edit_gradient(world: World, number: int, how: str) -> None:
@@ -357,31 +371,15 @@ def norm_gradient(world: World, numbers: list[int]) -> None:
 
 
 def swap(world: World, what: str, number: int) -> None:
-    if (swapper := world.swapper) is not None:
-        block = world.model.blocks[number]
-        if what == "prefetch":
-            swapper.prefetch(block)
-        elif what == "evict":
-            swapper.evict(*([block] if number else []))
-        elif what == "flush":
-            swapper.flush()
-        elif what == "touch":
-            swapper.touch(block)
-        elif what == "new":
-            budget = swapper.budget
-            swapper.close()
-            world.swapper = Swapper(
-                world.model.blocks, world.optimizer, device=world.device, budget=budget
-            )
-            if "auto" in world.kind:
-                world.swapper.auto()
-    if (states := world.states) is not None:
-        if what == "evict":
-            states.evict()
-        elif what == "new":
-            budget = states.report().budget_bytes
-            states.close()
-            world.states = StateSwapper(world.optimizer, budget=budget, device=world.device)
+    block = world.model.blocks[number]
+    if what == "new":
+        world.close()
+        world.offload()
+    if what == "evict" and world.states is not None:
+        world.states.evict()
+    if world.swapper is not None and what != "new":
+        is_all = what == "flush" or (what == "evict" and not number)
+        getattr(world.swapper, what)(*([] if is_all else [block]))
 
 
 def sleep(world: World, parts: list[Any]) -> None:
@@ -418,11 +416,10 @@ def drawn(rng: random.Random, *, nested: bool = False) -> tuple[str, Call]:
     seed = rng.randrange(100)
     parts = rng.sample(["weights", "gradients", "optimizer"], rng.randint(1, 3))
     gradients = ["make", "mul_", "clone", "none"]
-    edits = ["mul_", "data", "row", "buffer", "init", "frozen", "assign"]
     calls: list[tuple[int, Callable[..., object], tuple[Any, ...], dict[str, Any]]] = [
         (16, train, (seed, numbers), {"again": rng.random() < 0.2}),
         (14, lambda world: world.optimizer.step(), (), {}),
-        (4, step_with_closure, (seed, numbers), {}),
+        (4, step_with_closure, (seed, numbers), {"by_swapper": rng.random() < 0.5}),
         (6, lambda world: world.optimizer.zero_grad(), (), {}),
         (2, lambda world: world.optimizer.zero_grad(set_to_none=False), (), {}),
         (4, evaluate, (seed, numbers, rng.choice([torch.no_grad, torch.inference_mode])), {}),
@@ -435,9 +432,9 @@ def drawn(rng: random.Random, *, nested: bool = False) -> tuple[str, Call]:
         (2, look_at_all, (), {}),
         (4, save, (), {"by_file": rng.random() < 0.5}),
         (4, load, (), {"optimizer": rng.random() < 0.7}),
-        (2, load_own, (), {}),
+        (4, load_own, (rng.choice(["at once", "after a step", "written"]),), {}),
         (2, change_dtype, (rng.choice([torch.float64, torch.bfloat16, torch.float32]),), {}),
-        (5, edit, (number, rng.choice(edits)), {}),
+        (5, edit, (number, rng.choice(list(EDITS))), {}),
         (4, edit_gradient, (number, rng.choice(gradients)), {}),
         (4, edit_state, (number, rng.choice(["zero_", "replace", "pop", "look"])), {}),
         (2, average, (), {}),
@@ -486,14 +483,6 @@ def is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(seed: int, device: str) -> None:
     """One program."""
     rng = random.Random(seed)
@@ -518,10 +507,7 @@ def run(seed: int, device: str) -> None:
         assert ours.keys() == torchs.keys(), "\n".join(history)
         wrong = [name for name, each in ours.items() if not is_same(each, torchs[name])]
         assert not wrong, "\n".join([*history, f"differ: {wrong}"])
-        if found.swapper is not None:
-            found.swapper.close()
-        if found.states is not None:
-            found.states.close()
+        found.close()
 
 
 @pytest.mark.parametrize("part", range(4))

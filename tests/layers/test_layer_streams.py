@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from offloaded_models import linears
 from recorded_streams import DEVICE, RecordedStream, RecordedStreams, RecordedTensor
 from stream_order import StreamOrder
 from torch import Tensor, nn, optim
@@ -348,33 +350,23 @@ def test_state_is_used_after_its_copies_and_evicted_after_its_uses(
 
 def trained(way: str, budget: int) -> tuple[Any, Callable[[], object]]:
     """A swapper in one of its ways, and a call that trains two steps with it."""
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    model = linears(5, 16)
     adam = optim.AdamW(model.parameters(), 1e-2)
-    swapper: Any
-    if way == "state":
-        swapper = StateSwapper(adam, budget=budget)
-    else:
-        swapper = Swapper(model, adam, budget=budget, device="cpu")
+    swapper: Any = StateSwapper(adam, budget=budget) if way == "state" else None
+    swapper = swapper or Swapper(model, adam, budget=budget, device="cpu")
     if way.startswith("auto"):
         swapper.auto(step=way == "auto step")
-
-    def by_hand(given: Tensor) -> None:
-        for number, layer in enumerate(model):
-            with swapper.use(layer):
-                swapper.prefetch(model[(number + 1) % len(model)], state=True)
-                (layer(given) - given).square().mean().backward()
-                swapper.step()
-                adam.zero_grad()
 
     def steps() -> None:
         for _ in range(2):
             given = torch.randn(3, 16)
-            if way == "by hand":
-                by_hand(given)
-            else:
-                model(given).square().mean().backward()
-                adam.step()
-                adam.zero_grad()
+            for number, layer in enumerate(model if way == "by hand" else [model]):
+                with swapper.use(layer) if way == "by hand" else nullcontext():
+                    if way == "by hand":
+                        swapper.prefetch(model[(number + 1) % len(model)], state=True)
+                    (layer(given) - given).square().mean().backward()
+                    adam.step()
+                    adam.zero_grad()
 
     return swapper, steps
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines
+from offloaded_models import Pair, linears, reloaded
 from torch import Tensor, nn, optim
 
 from speedtorch.layers import Swapper, flat_buffer, module_groups
@@ -193,30 +194,24 @@ def test_changes_of_data_outside_of_a_use_are_kept(where: str) -> None:
 @pytest.mark.parametrize("nested", [False, True], ids=["one use", "a use within a use"])
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["there", "evicted"])
 def test_state_that_is_changed_in_a_use_is_stepped_with(is_evicted: bool, nested: bool) -> None:
-    torch.manual_seed(0)
-    within, plain = nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), nn.Linear(WIDTH, WIDTH)
-    plain.load_state_dict(within[0].state_dict())
-    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (within, plain)]
-    swapper = Swapper(within, optimizers[0], device="cpu")
+    models = Pair(linears(1, WIDTH), "cpu", partial(optim.SGD, lr=0.1, momentum=0.9))
+    swapper, layer = models.swapper, models.made[0]
     for step in range(3):
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
-        with swapper.use(within[0]), swapper.use(within[0]) if nested else nullcontext():
+        with swapper.use(layer), swapper.use(layer) if nested else nullcontext():
             pass
-        with swapper.use(within[0]):
+        with swapper.use(layer):
             if nested:
-                with swapper.use(within[0]):
+                with swapper.use(layer):
                     pass
-            assert [type(each) for each in within[0].parameters()] == [nn.Parameter] * 2
-            for model, optimizer in zip((within, plain), optimizers, strict=True):
+            assert [type(each) for each in layer.parameters()] == [nn.Parameter] * 2
+            for model, optimizer in models:
                 for each in model.parameters() if step else ():
                     optimizer.state[each]["momentum_buffer"].data.mul_(0.5)
-                (within[0] if model is within else plain)(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            models.train(lambda model, x=x: model(x).square().mean())
         if is_evicted:
             swapper.evict()
-    for one, other in zip(within.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    models.assert_same()
 
 
 def test_what_reads_no_elements_is_no_access() -> None:
@@ -253,10 +248,7 @@ def test_copies_and_results_are_plain() -> None:
     copied = copy.deepcopy(training.weight)
     assert type(copied) is nn.Parameter and torch.equal(copied, training.weight)
     training.train()
-    file = io.BytesIO()
-    torch.save({"weight": training.weight, "state": training.state}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = reloaded({"weight": training.weight, "state": training.state}, weights_only=True)
     assert type(saved["weight"]) is nn.Parameter
     assert torch.equal(saved["state"]["exp_avg"], training.state["exp_avg"])
     training.train()
@@ -274,21 +266,17 @@ def test_a_model_with_buffers_of_another_dtype_is_saved_while_it_is_loaded() -> 
         optimizer.step()
     optimizer.zero_grad()
     assert swapper.report().resident == ("0",)
-    file = io.BytesIO()
-    torch.save({"model": model, "state": optimizer.state[model[0][0].weight]}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
+    state = optimizer.state[model[0][0].weight]
+    saved = reloaded({"model": model, "state": state}, weights_only=False)
     for name, each in saved["model"].state_dict().items():
         assert torch.equal(each, model.state_dict()[name]), name
     found = saved["model"][0][0].weight
     assert type(found) is nn.Parameter and found.requires_grad and found.mark == "kept"
-    expected = optimizer.state[model[0][0].weight]["exp_avg"]
-    assert torch.equal(saved["state"]["exp_avg"], expected)
+    assert torch.equal(saved["state"]["exp_avg"], state["exp_avg"])
 
 
 def test_a_view_that_is_kept_under_auto_keeps_its_values() -> None:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    layers = linears(4, 64)
     swapper = Swapper(layers, device="cpu", budget="50KiB")
     with swapper.auto():
         y = layers[0](torch.ones(2, 64))
@@ -355,11 +343,9 @@ def late() -> Iterator[Callable[[], None]]:
     torch.cuda.synchronize()
 
 
-def two_large(budget: float | None = None) -> tuple[nn.ModuleList, Swapper]:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(LARGE, LARGE, bias=False) for _ in range(2))
-    with torch.no_grad():
-        layers[1].weight.fill_(1.0)
+def two_large(budget: float | None = None) -> tuple[nn.Sequential, Swapper]:
+    layers = linears(2, LARGE, bias=False)
+    nn.init.ones_(layers[1].weight)
     nbytes = None if budget is None else int(budget * 4 * LARGE**2)
     return layers, Swapper(layers, device="cuda", budget=nbytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from offloaded_models import Layer, assert_equal, copies, tensors_of, with_steps
+from offloaded_models import Layer, assert_equal, copies, reloaded, tensors_of, with_steps
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import speedtorch
 from speedtorch.layers import Memory, OffloadedModule, flat_buffer
+from speedtorch.layers.flat_buffer import FlatBuffer
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import version_of
 
@@ -94,12 +94,7 @@ def test_an_evicted_module_is_ordinary_tensors(device: str) -> None:
     offloaded.evict()
     x = torch.randn(5, 4)
     assert layer(x).shape == (5, 4) and "Parameter" in repr(layer.into.weight)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    other = copy.deepcopy(layer)
-    for each in (loaded, other):
+    for each in (reloaded(layer, weights_only=False), copy.deepcopy(layer)):
         assert torch.equal(layer.eval()(x), each.eval()(x))
         each(x).sum().backward()  # its guard knows no module
 
@@ -185,19 +180,13 @@ def test_copies_begin_before_each_tensor_is_looked_at(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    copy_spans, where = flat_buffer.copy_spans, flat_buffer.FlatBuffer.where
 
-    def copied(*args: Any, **rest: Any) -> None:
-        calls.append("copy")
-        copy_spans(*args, **rest)
-
-    def looked(*args: Any) -> Any:
-        calls.append("look")
-        return where(*args)
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **rest: (calls.append(name), function(*args, **rest))[1]
 
     offloaded = OffloadedModule(nn.Linear(4, 4), device=device)
-    monkeypatch.setattr(flat_buffer, "copy_spans", copied)
-    monkeypatch.setattr(flat_buffer.FlatBuffer, "where", looked)
+    monkeypatch.setattr(flat_buffer, "copy_spans", note("copy", flat_buffer.copy_spans))
+    monkeypatch.setattr(FlatBuffer, "where", note("look", FlatBuffer.where))
     for move in (offloaded.load, offloaded.groups.write_back, offloaded.evict, offloaded.prefetch):
         offloaded.changes.touch()
         calls.clear()
@@ -208,18 +197,14 @@ def test_copies_begin_before_each_tensor_is_looked_at(
 def test_tensors_replaced_in_the_same_memory_are_moved(device: str) -> None:
     layer = nn.Linear(4, 4).requires_grad_(False)
     offloaded = OffloadedModule(layer, device=device)
-    for is_loaded in (False, True):
-        if is_loaded:
-            offloaded.load()
+    for moves in ((offloaded.load, offloaded.evict), (offloaded.evict, offloaded.load)):
         layer.weight.data = layer.weight.data.t()
         expected = copies(dict(layer.named_parameters()))
         offloaded.changes.touch()
-        for move in (
-            (offloaded.evict, offloaded.load) if is_loaded else (offloaded.load, offloaded.evict)
-        ):
+        for move in moves:
             move()
             assert_equal(dict(layer.named_parameters()), expected)
-        offloaded.evict()
+        offloaded.load()
 
 
 def test_writes_to_the_state_dict_of_a_loaded_module_do_not_change_it(device: str) -> None:
@@ -290,87 +275,43 @@ def test_gradients_that_came_are_taken_after_a_copy_that_spans_their_places(
 
 
 def test_gradients_that_came_count_once(device: str) -> None:
-    _, _, offloaded = made(device)
+    layer, _, offloaded = made(device)
     for _ in range(2):
         offloaded.load()
         loaded = offloaded.groups.device_bytes
-        x = torch.randn(6, 4, device=device)
-        offloaded.module(x).sum().backward()
+        layer(torch.randn(6, 4, device=device)).sum().backward()
         assert offloaded.groups.missing_bytes(state=True) == 0
         assert offloaded.groups.device_bytes == loaded
         offloaded.evict()
-        offloaded.module.zero_grad()
+        layer.zero_grad()
 
 
 def test_gradients_that_are_dropped_are_gone_at_once(device: str) -> None:
-    _, _, offloaded = made(device)
+    layer, _, offloaded = made(device)
     offloaded.load()
-    offloaded.module(torch.randn(6, 4, device=device)).sum().backward()
+    layer(torch.randn(6, 4, device=device)).sum().backward()
     assert offloaded.groups.other_bytes()
-    kept = [
-        weakref.ref(each.grad) for each in offloaded.module.parameters() if each.grad is not None
-    ]
-    offloaded.module.zero_grad()
+    kept = [weakref.ref(each.grad) for each in layer.parameters() if each.grad is not None]
+    layer.zero_grad()
     assert kept and all(each() is None for each in kept)
-
-
-def test_statistics_that_torch_does_not_count_are_written_back(device: str) -> None:
-    layer = nn.BatchNorm1d(3).requires_grad_(False)
-    offloaded = OffloadedModule(layer, device=device)
-    offloaded.load()
-    layer(torch.randn(4, 3, device=device))
-    mean = copies(dict(layer.named_buffers()))
-    offloaded.evict()
-    assert_equal(dict(layer.named_buffers()), mean)
-
-
-def test_an_optimizer_that_torch_does_not_see_change_data_is_written_back(device: str) -> None:
-    class Old(optim.SGD):
-        """Writes as optimizers did before torch 1.5."""
-
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            """Adds one to all."""
-            for group in self.param_groups:
-                for each in group["params"]:
-                    each.data.add_(1)
-
-    layer = nn.Linear(2, 2)
-    optimizer = Old(layer.parameters(), lr=0.1)
-    offloaded = with_steps(layer, optimizer, device=device)
-    offloaded.load()
-    before = copies(dict(layer.named_parameters()))
-    optimizer.step()
-    offloaded.evict()
-    assert_equal(dict(layer.named_parameters()), {k: v + 1 for k, v in before.items()})
 
 
 def test_a_backward_after_load_is_right_and_before_is_refused_by_name(device: str) -> None:
     results = []
     for moves in (False, True):
-        layer, _, offloaded = made(device)
+        layer, optimizer, offloaded = made(device)
         offloaded.load()
+        train(layer, optimizer, device)
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).to(device)
         loss = layer(x).square().sum()
         if moves:
-            offloaded.evict()
+            offloaded.evict()  # the first that finds gradients and state
             with pytest.raises(RuntimeError, match="module 'layer': its forward ran while it was"):
                 loss.backward(retain_graph=True)
             offloaded.load()
         loss.backward()
-        results.append(
-            copies({str(k): p.grad for k, p in layer.named_parameters() if p.grad is not None})
-        )
+        results.append(copies(tensors_of(layer, optimizer)))
     assert_equal(*results)
-
-
-def test_a_graph_survives_an_eviction_with_new_state(device: str) -> None:
-    layer, optimizer, offloaded = made(device)
-    offloaded.load()
-    train(layer, optimizer, device)
-    result = layer(torch.ones(6, 4, device=device)).sum()
-    offloaded.evict()  # the first that finds gradients and state
-    offloaded.load()
-    result.backward()
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -406,22 +347,6 @@ def test_no_count_of_one_memory_is_ever_one_of_the_other(device: str) -> None:
         seen[Memory.HOST].add(version_of(layer.into.weight))
     assert len(seen[Memory.DEVICE]) == len(seen[Memory.HOST]) == 3
     assert seen[Memory.DEVICE].isdisjoint(seen[Memory.HOST])
-
-
-def test_what_the_user_replaces_is_found_again(device: str) -> None:
-    layer, optimizer, offloaded = made(device)
-    offloaded.load()
-    train(layer, optimizer, device)
-    state = copy.deepcopy(optimizer.state_dict())
-    offloaded.evict()
-    layer.norm.running_mean = torch.full((4,), 3.0)
-    layer.narrow.weight.data = torch.ones(4, 4, dtype=torch.bfloat16)
-    optimizer.load_state_dict(state)
-    expected = copies(tensors_of(layer, optimizer))
-    offloaded.load()
-    assert_equal(tensors_of(layer, optimizer), expected)
-    offloaded.evict()
-    assert_equal(tensors_of(layer, optimizer), expected)
 
 
 def test_state_of_a_second_optimizer_that_has_moved_goes_on_moving(device: str) -> None:
@@ -471,16 +396,6 @@ def test_tensors_tied_within_a_loaded_module_remain_tied(device: str) -> None:
         assert torch.equal(layer[0].weight, layer[1].weight)
 
 
-def test_tensors_moved_in_inference_mode_are_ordinary(device: str) -> None:
-    layer, optimizer, offloaded = made(device)
-    with torch.inference_mode():
-        offloaded.load()
-        layer.eval()(torch.ones(2, 4, device=device))
-        offloaded.evict()
-        offloaded.load()
-    train(layer.train(), optimizer, device)
-
-
 def test_a_tensor_of_two_modules_is_refused_by_name() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
@@ -493,58 +408,55 @@ def test_a_tensor_of_two_modules_is_refused_by_name() -> None:
     assert other.weight is one.weight
 
 
+class Quantized(Tensor):
+    """A tensor of a class that does not expose inner tensors."""
+
+
+def with_weight(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("refused", "kind", "message"),
     [
-        (([],), TypeError, "module: expected an nn.Module, got list"),
-        ((nn.Linear(1, 1), "adam"), TypeError, "optimizer: expected .* got str"),
-        ((nn.LazyLinear(1),), TypeError, "weight: expected a plain tensor"),
+        (nn.LazyLinear(1), TypeError, "1.weight: expected a plain tensor"),
+        (with_weight(torch.ones(2, 2).to_sparse()), ValueError, "1.weight: expected a dense tens"),
+        (
+            speedtorch.Embedding(5, 2),
+            TypeError,
+            "module 'block': 1.weight is a speedtorch.Embedding's weight, .* Offload only modules",
+        ),
+        (
+            with_weight(torch.ones(2, 2).as_subclass(Quantized)),
+            TypeError,
+            "module 'block': 1.weight must be a plain tensor, .*Quantized, .* TrainingState",
+        ),
     ],
-    ids=["module", "optimizer", "lazy"],
+    ids=["lazy", "sparse", "rows", "quantized"],
 )
-def test_what_is_no_module_or_optimizer_is_refused(
-    arguments: tuple[object, ...], kind: type[Exception], message: str
+def test_modules_of_other_tensors_are_refused_by_name(
+    refused: nn.Module, kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=message):
-        OffloadedModule(*arguments, device="cpu")  # type: ignore[arg-type]
-
-
-def test_rows_of_an_embedding_are_refused_with_the_remedy() -> None:
-    block = nn.Sequential(speedtorch.Embedding(5, 2), nn.Linear(2, 2))
-    message = "module 'block': 0.weight is a speedtorch.Embedding's weight, .* Offload only modules"
-    with pytest.raises(TypeError, match=message):
-        OffloadedModule(block, device="cpu", name="block")
-    OffloadedModule(block[1], device="cpu").close()
-
-
-def test_a_quantized_weight_is_refused_with_the_remedy() -> None:
-    class Quantized(Tensor):
-        pass
-
-    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    weight = block[1].weight.detach().as_subclass(Quantized)
-    block[1].weight = nn.Parameter(weight, requires_grad=False)
-    message = "module 'block': 1.weight must be a plain tensor, .*Quantized, .* TrainingState"
-    with pytest.raises(TypeError, match=message):
+    block = nn.Sequential(nn.Linear(2, 2), refused)
+    with pytest.raises(kind, match=message) as kept:
         OffloadedModule(block, device="cpu", name="block")
     OffloadedModule(block[0], device="cpu").close()
-
-
-def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="device='cuda:0' needs a GPU, and torch finds none"):
-        OffloadedModule(nn.Linear(1, 1), device="cuda:0")
-
-
-def test_a_module_that_could_not_be_made_keeps_no_tensor() -> None:
-    layer = nn.Linear(2, 2)
-    weight = layer.weight
-    layer.weight = nn.Parameter(torch.ones(2, 2).to_sparse())
-    with pytest.raises(ValueError, match="dense tensor") as kept:
-        OffloadedModule(layer, device="cpu")
-    layer.weight = weight
-    OffloadedModule(layer, device="cpu").close()
     assert kept.value.__traceback__ is not None  # which has the first one
+
+
+def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(1, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    wrong: list[tuple[tuple[Any, ...], str, type[Exception], str]] = [
+        (([],), "cpu", TypeError, "module: expected an nn.Module, got list"),
+        ((layer, "adam"), "cpu", TypeError, "optimizer: expected .* got str"),
+        ((layer,), "cuda:0", RuntimeError, "device='cuda:0' needs a GPU, and torch finds none"),
+    ]
+    for arguments, device, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            OffloadedModule(*arguments, device=device)
 
 
 def test_an_optimizer_of_whole_models_is_refused_by_name() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from offloaded_models import assert_equal, copies
+from offloaded_models import Pair, assert_equal, copies
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from speedtorch.layers import Memory, OffloadedModule, Swapper
+from speedtorch.layers import Memory, OffloadedModule
 
 aten = torch.ops.aten
 
@@ -96,8 +96,8 @@ def plain_values(module: nn.Module) -> dict[str, Tensor]:
     return copies({name: each + 0 for name, each in module.state_dict().items()})
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [each for each in model.parameters() if each.requires_grad]
+def trainable_adamw(parameters: Iterable[Tensor]) -> optim.Optimizer:
+    return optim.AdamW([each for each in parameters if each.requires_grad], lr=0.05)
 
 
 @pytest.mark.parametrize("kind", [Scaled, Nested])
@@ -105,23 +105,16 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def test_adapters_of_quantized_weights_are_trained_as_without_modules(
     kind: type[Scaled], way: str, device: str
 ) -> None:
-    model, plain = made(kind), made(kind).to(device)
-    optimizers = [optim.AdamW(trainable(each), lr=0.05) for each in (model, plain)]
-    swapper = Swapper(model, optimizers[0], device=device, budget="4KiB" if way != "use" else None)
-    with swapper.use(model) if way == "use" else swapper.auto(step="steps" in way):
+    budget = "4KiB" if way != "use" else None
+    pair = Pair(made(kind), device, trainable_adamw, budget=budget)
+    with pair.swapper.use(*pair.made) if way == "use" else pair.swapper.auto(step="steps" in way):
         for step in range(4):
             x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step)).to(device)
-            results = []
-            for each, optimizer in zip((model, plain), optimizers, strict=True):
-                results.append(each(x))
-                results[-1].square().mean().backward()
-                if each is plain or "steps" not in way:
-                    optimizer.step()
-                optimizer.zero_grad()
-            assert torch.equal(*results)
-    assert swapper.report().misses
-    assert_equal(plain_values(model), plain_values(plain))
-    swapper.close()
+            pair.train(lambda model, x=x: model(x).square().mean())
+    assert pair.swapper.report().misses
+    assert_equal(plain_values(pair.made), plain_values(pair.whole))
+    pair.assert_same()
+    pair.swapper.close()
 
 
 def test_inner_tensors_move_and_their_wrapper_is_the_same_object(device: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from conftest import NEEDS_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloaded_models import Layer, assert_equal, tensors_of
+from offloaded_models import Layer, Pair, assert_equal, linears
 from ordinary_run import programs
 from test_swapper_programs import OPTIMIZERS
 from torch import Tensor, nn, optim
@@ -53,16 +54,13 @@ class Model(nn.Module):
         return y
 
 
-def pair(way: str, kind: str, device: str) -> list[tuple[Model, Optimizer]]:
+def pair(way: str, kind: str, device: str, **settings: Any) -> Pair:
     torch.manual_seed(2)
-    whole = Model(way)
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    made.head.to(device)
-    return [(each, OPTIMIZERS[kind](each.parameters())) for each in (made, whole)]
+    make = OPTIMIZERS[kind]
+    return Pair(Model(way), device, make, lambda model: list(model.layers), **settings)
 
 
-def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> list[Tensor]:
+def train(model: Model, optimizer: Optimizer, device: str) -> list[Tensor]:
     losses = []
     for step in range(STEPS):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(device)
@@ -70,14 +68,21 @@ def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> li
         loss = model(x, step).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if drops:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         losses.append(loss.detach().cpu())
         model.eval()
         with torch.no_grad():
             losses.append(model(x, step + 1).cpu())
         model.train()
     return losses
+
+
+def assert_trains_alike(models: Pair, device: str, **options: Any) -> None:
+    with models.swapper.auto(**options):
+        found = train(models.made, models.optimizers[0], device)
+    expected = train(models.whole, models.optimizers[1], device)
+    assert all(map(torch.equal, found, expected))
+    models.assert_same()
 
 
 @pytest.mark.dealt("budget", "steps")
@@ -87,23 +92,19 @@ def train(model: Model, optimizer: Optimizer, device: str, *, drops: bool) -> li
 def test_a_model_trains_like_a_resident_one(
     device: str, way: str, budget: str | None, steps: bool
 ) -> None:
-    (made, optimizer), (whole, other) = pair(way, "Adam", device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget=budget)
-    with swapper.auto(step=steps):
-        found = train(made, optimizer, device, drops=True)
-    expected = train(whole, other, device, drops=True)
+    models = pair(way, "Adam", device, budget=budget)
+    with models.swapper.auto(step=steps):
+        found = train(models.made, models.optimizers[0], device)
+    expected = train(models.whole, models.optimizers[1], device)
+    report = models.swapper.report()
     if way == "twice" and device == "cuda":
         # Where a module leaves between two calls of one graph, their gradients are added later.
-        for tensors, expected_tensors in (
-            (found, expected),
-            (made.parameters(), whole.parameters()),
-        ):
-            for each, same in zip(tensors, expected_tensors, strict=True):
+        for pairs in ((found, expected), (model.parameters() for model, _ in models)):
+            for each, same in zip(*pairs, strict=True):
                 torch.testing.assert_close(each.cpu(), same.cpu())
     else:
         assert all(map(torch.equal, found, expected))
-        assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
-    report = swapper.report()
+        models.assert_same()
     assert not report.in_use
     each = report.host_bytes / LAYERS
     if budget == "12KiB":  # of the 9.5 KiB of a module
@@ -154,21 +155,20 @@ def test_any_order_equals_a_resident_model(
     steps: bool,
     ahead: int,
 ) -> None:
-    (made, optimizer), (whole, other) = pair("forth", kind, device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget=budget)
+    models = pair("forth", kind, device, budget=budget)
+    swapper, made = models.swapper, models.made
     with swapper.auto(step=steps, ahead=ahead):
         for number, call in enumerate(program):
             what, order = call
             if what in ("prefetch", "evict"):
                 getattr(swapper, what)(*(made.layers[place] for place in order))
             elif what == "save":
-                assert_equal(made.state_dict(), whole.state_dict())
+                assert_equal(made.state_dict(), models.whole.state_dict())
             else:
-                found = do(made, optimizer, call, number)
-                assert torch.equal(found, do(whole, other, call, number))
+                assert torch.equal(*(do(*each, call, number) for each in models))
                 report = swapper.report()
                 assert report.resident_bytes <= report.budget_bytes and not report.in_use
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    models.assert_same()
 
 
 @NEEDS_GPU
@@ -177,43 +177,34 @@ def test_any_order_equals_a_resident_model(
 @pytest.mark.parametrize("steps", [False, True], ids=["optimizer steps", "backward steps"])
 def test_copies_that_take_long_change_no_bit(steps: bool, ahead: int) -> None:
     """Copies of 16 MiB and more beside short kernels: who does not wait reads what is not there."""
-    torch.manual_seed(0)
-    made = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
-    whole = copy.deepcopy(made).cuda()
-    optimizers = [optim.AdamW(each.parameters(), fused=True) for each in (made, whole)]
-    swapper = Swapper(made, optimizers[0], device="cuda", budget="170MiB")
-    with swapper.auto(step=steps, ahead=ahead):
+    make = partial(optim.AdamW, fused=True)
+    models = Pair(linears(8, 2048), "cuda", make, budget="170MiB")
+    with models.swapper.auto(step=steps, ahead=ahead):
         for step in range(8):
             x = torch.randn(16, 2048, device="cuda")
             losses = []
-            for model, optimizer in zip((made, whole), optimizers, strict=True):
+            for model, optimizer in models:
                 losses.append(model(x).square().mean())
                 losses[-1].backward()
-                if model is made and step % 3 == 1:
-                    swapper.prefetch(made[step], state=True)  # which somebody reads, not used
-                    assert torch.isfinite(made[step].weight).all()
+                if model is models.made and step % 3 == 1:
+                    models.swapper.prefetch(model[step], state=True)  # somebody reads it, not used
+                    assert torch.isfinite(model[step].weight).all()
                 optimizer.step()
                 optimizer.zero_grad()
             assert torch.equal(*losses)
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
+    models.assert_same()
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW-fused", "Adafactor", "NAdam"])
 def test_steps_in_backward_are_those_of_any_optimizer(device: str, kind: str) -> None:
-    (made, optimizer), (whole, other) = pair("skipped", kind, device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
-    with swapper.auto(step=True):
-        found = train(made, optimizer, device, drops=True)
-    expected = train(whole, other, device, drops=True)
-    assert all(map(torch.equal, found, expected))
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+    assert_trains_alike(pair("skipped", kind, device, budget="24KiB"), device, step=True)
 
 
 def test_the_next_module_is_there_when_it_is_called(device: str) -> None:
-    (made, optimizer), _ = pair("forth", "SGD", device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
+    models = pair("forth", "SGD", device, budget="24KiB")
+    made, swapper = models.made, models.swapper
     with swapper.auto():
-        train(made, optimizer, device, drops=True)
+        train(made, models.optimizers[0], device)
         before = swapper.report()
         x = torch.ones(6, 4, device=device)
         made(x, 0).sum().backward()
@@ -248,80 +239,58 @@ def test_compiled_modules_are_loaded_on_use(device: str, way: str, steps: bool) 
                 model.layers[place] = torch.compile(each, backend=backend)
         return model
 
-    (made, optimizer), (whole, other) = pair("forth", "Adam", device)
-    expected = train(compiled(whole), other, device, drops=True)
-    swapper = Swapper(made.layers, optimizer, device=device, budget="24KiB")
-    with swapper.auto(step=steps):
-        found = train(compiled(made), optimizer, device, drops=True)
+    models = pair("forth", "Adam", device, budget="24KiB")
+    expected = train(compiled(models.whole), models.optimizers[1], device)
+    with models.swapper.auto(step=steps):
+        found = train(compiled(models.made), models.optimizers[0], device)
     assert all(map(torch.equal, found, expected))
     # They end where the batch norm within says that it runs, and are not made anew for each move.
-    assert 0 < graphs.count(made) <= 3 * graphs.count(whole)
+    assert 0 < graphs.count(models.made) <= 3 * graphs.count(models.whole)
 
 
 def test_a_whole_graph_with_modules_is_refused_by_name() -> None:
-    (made, _), _ = pair("forth", "Adam", "cpu")
-    swapper = Swapper(made.layers, device="cpu")
-    compiled = torch.compile(made, backend="eager", fullgraph=True)
-    with swapper.auto(), pytest.raises(Exception, match="offloaded modules move between host"):
+    models = pair("forth", "Adam", "cpu")
+    compiled = torch.compile(models.made, backend="eager", fullgraph=True)
+    refused = pytest.raises(Exception, match="offloaded modules move between host")
+    with models.swapper.auto(), refused:
         compiled(torch.ones(2, 4), 0)
 
 
-def failing(model: Model, place: int) -> Callable[[], None]:
-    """Lets a layer's forward fail once it has begun."""
-    layer = model.layers[place].frozen
-
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_training_goes_on_after_a_failed_forward_or_backward(fails: str, device: str) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no")
 
-    return layer.register_forward_hook(fail).remove
-
-
-def test_modules_may_be_evicted_after_a_failed_forward_or_backward(device: str) -> None:
-    (made, optimizer), (whole, other) = pair("forth", "SGD", device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
-    x = torch.ones(6, 4, device=device)
-    with swapper.auto():
-        for model in (made, whole):
-            done = failing(model, 3)
+    models = pair("forth", "SGD", device, budget="20KiB")
+    with models.swapper.auto():
+        for model, _ in models:
+            part = model.layers[2].frozen  # once its layer has begun
+            if fails == "forward":
+                handle = part.register_forward_hook(fail)
+            else:
+                handle = model.layers[2].scale.register_hook(fail)
             with pytest.raises(ValueError, match="no"):
-                model(x, 0)
-            done()
-        for model in (made, whole):
-            result = model(x, 0)
-            handle = model.layers[2].register_full_backward_hook(lambda *_: 1 / 0)
+                model(torch.ones(6, 4, device=device), 0).sum().backward()
             handle.remove()
-            result.register_hook(lambda gradient: gradient * float("nan"))
-            result.sum().backward()
             model.zero_grad()
-        assert not swapper.report().in_use
-        found = train(made, optimizer, device, drops=True)
-    expected = train(whole, other, device, drops=True)
-    assert all(torch.equal(a, b) or a.isnan().all() for a, b in zip(found, expected, strict=True))
+        assert not models.swapper.report().in_use
+        models.swapper.evict(models.made.layers[2])
+    assert_trains_alike(models, device)
 
 
 def test_the_end_of_an_earlier_auto_keeps_the_later_one(device: str) -> None:
-    (made, optimizer), _ = pair("forth", "SGD", device)
-    swapper = Swapper(made.layers, optimizer, device=device, budget="20KiB")
-    with swapper.auto():
-        swapper.auto()
-    assert not swapper.report().resident
-    made.layers[0].frozen.weight.sum()  # an operation on a module's tensor brings it
-    assert swapper.report().resident
-
-
-def test_a_step_in_backward_needs_an_optimizer() -> None:
-    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
-    with pytest.raises(RuntimeError, match="the Swapper has no optimizer. Pass one"):
-        swapper.auto(step=True)
-    for ahead in (-1, 1.5, "2", None, True):
-        with pytest.raises(ValueError, match=f"ahead must be an int of at least 0, got {ahead!r}"):
-            swapper.auto(ahead=ahead)
+    models = pair("forth", "SGD", device, budget="20KiB")
+    with models.swapper.auto():
+        models.swapper.auto()
+    assert not models.swapper.report().resident
+    models.made.layers[0].frozen.weight.sum()  # an operation on a module's tensor brings it
+    assert models.swapper.report().resident
 
 
 def test_copies_of_a_model_have_no_swapper(device: str) -> None:
-    (made, optimizer), _ = pair("forth", "SGD", device)
-    with Swapper(made.layers, optimizer, device=device).auto():
-        other = copy.deepcopy(made)
+    models = pair("forth", "SGD", device)
+    with models.swapper.auto():
+        other = copy.deepcopy(models.made)
     other.to(device)(torch.ones(6, 4, device=device), 0).sum().backward()
     assert optim.SGD(other.parameters(), lr=0.1).step() is None
 
@@ -419,28 +388,21 @@ def _assign_state(layers: nn.Module) -> None:
 def test_weights_that_were_given_other_memory_on_the_device_are_trained(
     assign: Callable[[nn.Module], None], device: str
 ) -> None:
-    models = []
-    for is_offloaded in (True, False):
-        torch.manual_seed(0)
-        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        if is_offloaded:
-            swapper = Swapper(layers, device=device, budget="2KiB")
-            swapper.auto()
-        else:
-            layers.to(device)
+    models = Pair(linears(4, 8), device, budget="2KiB")
+    models.swapper.auto()
+    x = torch.ones(2, 8, device=device)
+    for model, _ in models:
         for _ in range(2):
-            layers.zero_grad()
-            layers(torch.ones(2, 8, device=device)).square().sum().backward()
-            assign(layers)
-        layers(torch.ones(2, 8, device=device)).square().sum().backward()
-        models.append(layers)
-    for found, expected in zip(*(each.parameters() for each in models), strict=True):
-        assert found.grad is not None and expected.grad is not None
-        assert torch.equal(found.grad.cpu(), expected.grad.cpu())
+            model.zero_grad()
+            model(x).square().sum().backward()
+            assign(model)
+        model(x).square().sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+    models.assert_same()
 
 
 def test_a_graph_of_values_that_were_assigned_over_is_refused(device: str) -> None:
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    layers = linears(3, 8)
     swapper = Swapper(layers, device=device)
     swapper.auto()
     result = layers(torch.ones(2, 8, device=device)).square().sum()
@@ -452,7 +414,7 @@ def test_a_graph_of_values_that_were_assigned_over_is_refused(device: str) -> No
 
 
 def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str) -> None:
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    layers = linears(3, 8)
     swapper = Swapper(layers, device=device)
     swapper.auto()
 
@@ -463,6 +425,7 @@ def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str)
     with pytest.raises(KeyError):
         layers(torch.ones(2, 8, device=device)).sum().backward()
     handle.remove()
+    assert not swapper.report().in_use
     for each in layers.parameters():
         each.data.fill_(0.25)
     layers[0](torch.ones(2, 8, device=device))

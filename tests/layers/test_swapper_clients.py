@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from offloaded_models import Layer, assert_equal, tensors_of
+from offloaded_models import Layer, Pair, assert_equal, reloaded, tensors_of
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -36,28 +36,16 @@ class Model(nn.Module):
         return y
 
 
-Pair = list[tuple[Model, Optimizer, Swapper | None]]
-
-
-def pair(device: str, **settings: Any) -> Pair:
+def pair(device: str, make: Callable[..., Optimizer] = optim.AdamW, **settings: Any) -> Pair:
     """A model with a swapper whose modules leave all the time, and one without."""
     torch.manual_seed(4)
-    whole = Model()
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    made.head.to(device)
-    optimizers = [optim.AdamW(each.parameters(), lr=0.01, **settings) for each in (made, whole)]
-    swapper = Swapper(made.layers, optimizers[0], device=device, budget="12KiB")
-    swapper.auto()
-    return [(made, optimizers[0], swapper), (whole, optimizers[1], None)]
+    made = Pair(Model(), device, partial(make, lr=0.01, **settings), modules_of, budget="12KiB")
+    made.swapper.auto()
+    return made
 
 
-def assert_same(models: Pair) -> None:
-    (made, optimizer, swapper), (whole, other, _) = models
-    assert swapper is not None
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
-    swapper.evict()
-    assert_equal(tensors_of(made, optimizer), tensors_of(whole, other))
+def modules_of(model: Model) -> list[nn.Module]:
+    return list(model.layers)
 
 
 def batch(step: int, device: str) -> Tensor:
@@ -67,7 +55,7 @@ def batch(step: int, device: str) -> Tensor:
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_a_grad_scaler_skips_the_steps_of_modules(device: str, fused: bool) -> None:
     models = pair(device, fused=fused)
-    for model, optimizer, _ in models:
+    for model, optimizer in models:
         for layer in model.layers:  # torch scales no gradients of 16 bits back
             layer.narrow.requires_grad_(False)
         scaler = GradScaler(device, init_scale=8.0)
@@ -77,27 +65,26 @@ def test_a_grad_scaler_skips_the_steps_of_modules(device: str, fused: bool) -> N
             scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
             if step > 1:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(
-                    [each for each in model.head.parameters() if each.grad is not None], 0.1
-                )
+                held = [each for each in model.head.parameters() if each.grad is not None]
+                nn.utils.clip_grad_norm_(held, 0.1)
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 4.0
-    assert_same(models)
+    models.assert_same()
 
 
 def test_schedulers_and_hooks_of_a_step_are_called_once(device: str) -> None:
     models = pair(device)
     calls: list[str] = []
-    for model, optimizer, swapper in models:
+    for model, optimizer in models:
         schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
 
-        def clip(optimizer: Optimizer, *_: object, swaps: bool = swapper is not None) -> None:
-            calls.append(f"before {swaps} {len(optimizer.param_groups[0]['params'])}")
-            for group in optimizer.param_groups:
-                for each in group["params"]:
-                    if each.grad is not None:
-                        each.grad.clamp_(-0.01, 0.01)
+        def clip(optimizer: Optimizer, *_: object) -> None:
+            (group,) = optimizer.param_groups
+            calls.append(f"before {len(group['params'])}")
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.clamp_(-0.01, 0.01)
 
         optimizer.register_step_pre_hook(clip)
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -106,27 +93,8 @@ def test_schedulers_and_hooks_of_a_step_are_called_once(device: str) -> None:
             model(batch(step, device)).square().mean().backward()
             optimizer.step()
             schedule.step()
-    every = len(list(models[0][0].parameters()))
-    assert len(calls) == 12 and calls[:6] == [f"before True {every}", "after"] * 3
-    assert_same(models)
-
-
-def test_a_closure_is_called_once_and_gives_its_loss(device: str) -> None:
-    models = pair(device)
-    losses = []
-    for model, optimizer, swapper in models:
-
-        def closure(model: Model = model, optimizer: Optimizer = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(batch(0, device)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            step = optimizer.step if swapper is None else swapper.step
-            losses.append(float(step(closure)))  # type: ignore[arg-type]
-    assert losses[:2] == losses[2:]
-    assert_same(models)
+    assert calls == [f"before {len(list(models.whole.parameters()))}", "after"] * 6
+    models.assert_same()
 
 
 def test_what_an_optimizer_counts_for_itself_is_counted_once(device: str) -> None:
@@ -145,22 +113,12 @@ def test_what_an_optimizer_counts_for_itself_is_counted_once(device: str) -> Non
                         factor = -group["lr"] / (group["count"] * self.steps)
                         each.data.add_(each.grad, alpha=factor)
 
-    models = pair(device)
-    for place, (model, _, swapper) in enumerate(models):
-        if swapper is not None:
-            swapper.close()
-            model.head.to(device)
-        optimizer = Counting(model.parameters(), lr=0.5)
-        if swapper is not None:
-            swapper = Swapper(model.layers, optimizer, device=device, budget="8KiB")
-            swapper.auto()
-        models[place] = model, optimizer, swapper
-        for step in range(3):
-            optimizer.zero_grad()
-            model(batch(step, device)).square().mean().backward()
-            optimizer.step()
+    models = pair(device, Counting)
+    for x in [batch(step, device) for step in range(3)]:
+        models.train(lambda model, x=x: model(x).square().mean())
+    for optimizer in models.optimizers:
         assert optimizer.steps == 3 and optimizer.param_groups[0]["count"] == 3
-    assert_same(models)
+    models.assert_same()
 
 
 def files(folder: Path) -> dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]]:
@@ -223,7 +181,6 @@ def test_state_is_saved_and_read_at_any_time(device: str, kind: str, tmp_path: P
 
 
 def test_a_compiled_module_is_used_as_it_is(device: str) -> None:
-    models = pair(device)
     calls = 0
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
@@ -231,37 +188,27 @@ def test_a_compiled_module_is_used_as_it_is(device: str) -> None:
         calls += 1
         return graph.forward
 
-    (made, optimizer, swapper), (whole, other, _) = models
-    assert swapper is not None
-    swapper.close()
-    made.head.to(device)
-    swapper = Swapper(made.layers, optimizer, device=device)
-    compiled = [torch.compile(each, backend=backend) for each in made.layers]
+    models = Pair(Model(), device, partial(optim.AdamW, lr=0.01), modules_of)
+    compiled = [torch.compile(each, backend=backend) for each in models.made.layers]
     for step in range(3):
         x = batch(step, device)
-        y = whole(x)
-        with swapper.use(made.layers):
+        y = models.whole(x)
+        with models.swapper.use(*models.made.layers):
             for layer in compiled:
                 x = layer(x)
-            found = made.head(x)
+            found = models.made.head(x)
             torch.testing.assert_close(found, y)
-            for each in (optimizer, other):
-                each.zero_grad()
-            found.square().mean().backward()
-            y.square().mean().backward()
-            optimizer.step()
-            other.step()
-        swapper.evict()
+            for result, optimizer in zip((found, y), models.optimizers, strict=True):
+                optimizer.zero_grad()
+                result.square().mean().backward()
+                optimizer.step()
+        models.swapper.evict()
     assert calls <= 3 * MODULES
 
 
 def test_a_file_of_a_whole_model_is_one_of_the_model_alone(device: str) -> None:
-    (made, _, swapper), _ = pair(device)
-    assert swapper is not None
-    made(batch(0, device)).sum().backward()
-    swapper.evict()
-    file = io.BytesIO()
-    torch.save(made, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False).to(device)
+    models = pair(device)
+    models.made(batch(0, device)).sum().backward()
+    models.swapper.evict()
+    loaded = reloaded(models.made, weights_only=False).to(device)
     assert loaded(batch(1, device)).shape == (6, 2)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from offloaded_models import assert_equal, copies
-from torch import Tensor, nn, optim
+from offloaded_models import assert_equal, copies, linears
+from torch import nn, optim
 
 from speedtorch.layers import Swapper
 
@@ -27,9 +27,9 @@ CHANGES: dict[str, Callable[[list[nn.Parameter]], object]] = {
 
 
 def made() -> tuple[nn.Sequential, optim.Optimizer, Swapper]:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = linears(4)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, Swapper(list(model)[:3], optimizer, device="cpu")
+    return model, optimizer, Swapper(model[:3], optimizer, device="cpu")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -66,7 +66,6 @@ def test_gradients_that_add_up_or_become_zero_are_no_clipping(to_none: bool) -> 
 def test_hooks_clip_the_gradients_of_modules_that_are_stepped_in_backward() -> None:
     found = []
     for steps in (False, True):
-        torch.manual_seed(0)
         model, optimizer, swapper = made()
         for each in model.parameters():
             each.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -81,13 +80,10 @@ def test_hooks_clip_the_gradients_of_modules_that_are_stepped_in_backward() -> N
 
 def test_clipping_in_another_module_s_swapper_is_none() -> None:
     """Modules of a second Swapper move, which counts as no change of their gradients."""
-    layers = [nn.Linear(4, 4) for _ in range(4)]
-    optimizer = optim.SGD(nn.ModuleList(layers).parameters(), lr=0.1)
+    layers = linears(4)
+    optimizer = optim.SGD(layers.parameters(), lr=0.1)
     first, second = (Swapper(some, optimizer, device="cpu") for some in (layers[:2], layers[2:]))
-    x: Tensor = torch.ones(2, 4)
     with first.auto(step=True), second.auto():
-        for layer in layers:
-            x = layer(x)
-        x.sum().backward()
+        layers(torch.ones(2, 4)).sum().backward()
         second.evict()
         optimizer.step()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NEEDS_GPU
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import Pair, linears
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from speedtorch.layers import Swapper
 
 WIDTH = 32
+
+
+ADAMW = partial(optim.AdamW, lr=0.02)
+STEP = pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
 
 
 class Model(nn.Module):
@@ -188,44 +193,35 @@ MODELS: list[type[Model]] = [Tied, Methods, Penalty, Borrowed, Nested, Parts, Ch
 
 @pytest.mark.dealt("narrow", "step")
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+@STEP
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_operations_on_modules_train_like_resident_ones(
     kind: type[Model], step: bool, narrow: bool, device: str
 ) -> None:
     torch.manual_seed(2)
-    whole = kind()
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    optimizers = [optim.AdamW(each.parameters(), lr=0.02) for each in (made, whole)]
-    # Of the largest one, with gradients and state.
-    needed = (
-        4 * max(sum(each.nbytes for each in module.parameters()) for module in made.offloaded)
-        + 8000
-    )
-    budget = needed * made.at_once
-    swapper = Swapper(made.offloaded, optimizers[0], device=device, budget=budget)
-    swapper.auto(step=step)
+    model = kind()
+    nbytes = [sum(each.nbytes for each in module.parameters()) for module in model.offloaded]
+    needed = 4 * max(nbytes) + 8000  # of the largest one, with gradients and state
+    budget = needed * model.at_once
+    pair = Pair(model, device, ADAMW, lambda model: model.offloaded, budget=budget)
+    pair.swapper.auto(step=step)
     for number in range(4):
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
-        losses = []
-        for model, optimizer in zip((made, whole), optimizers, strict=True):
+
+        def loss(model: Model, x: Tensor = x) -> Tensor:
             with torch.autocast(device, torch.bfloat16, enabled=narrow):
                 loss = model.loss(x)
-            losses.append(loss.detach())
-            if model is made:
-                swapper.evict()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses)
-    assert swapper.report().misses > 2 * len(made.offloaded)  # they have left all the while
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
-    swapper.close()
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
-    assert all(
-        type(each) in (nn.Parameter, Tensor) for each in made.state_dict(keep_vars=True).values()
-    )
+            if model is pair.made:
+                pair.swapper.evict()
+            return loss
+
+        pair.train(loss)
+    assert pair.swapper.report().misses > 2 * len(nbytes)  # they have left all the while
+    pair.assert_same()
+    pair.swapper.close()
+    pair.assert_same()
+    tensors = model.state_dict(keep_vars=True).values()
+    assert all(type(each) in (nn.Parameter, Tensor) for each in tensors)
 
 
 LOOKS: dict[str, Callable[[nn.Sequential], object]] = {
@@ -247,7 +243,7 @@ LOOKS: dict[str, Callable[[nn.Sequential], object]] = {
 def test_what_looks_at_a_module_or_writes_to_it_finds_it_where_it_is(
     look: str, device: str
 ) -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = linears(3, WIDTH)
     swapper = Swapper(model, device=device)
     with swapper.auto():
         LOOKS[look](model)
@@ -258,7 +254,7 @@ def test_what_looks_at_a_module_or_writes_to_it_finds_it_where_it_is(
 
 
 def test_an_operation_on_modules_that_do_not_fit_names_them() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = linears(3, WIDTH)
     swapper = Swapper(model, device="cpu", budget=2 * 4 * WIDTH * (WIDTH + 2))
     with swapper.auto(), pytest.raises(RuntimeError, match="too small for the modules"):
         torch.cat([each.weight for each in model])
@@ -279,34 +275,27 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_torch_func_compute_with_modules_in_use(transform: str, device: str) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    x = torch.randn(2, 4)
-    expected = TRANSFORMS[transform](model, x)
-    swapper = Swapper(model, device=device)
-    with swapper.auto(), swapper.use(*model):
-        found = TRANSFORMS[transform](model, x.to(device))
-    torch.testing.assert_close(found, expected, check_device=False)
-    if transform == "vmap of a weight":  # between uses
-        found = TRANSFORMS[transform](model, x.to(device))
-        torch.testing.assert_close(found, expected, check_device=False)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_torch_func_load_no_module(transform: str) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    swapper = Swapper(model, device="cpu", budget=1024)
-    x = torch.randn(2, 4)
+    model, x = linears(3), torch.randn(2, 4)
+    compute = TRANSFORMS[transform]
+    expected = compute(model, x)
+    swapper = Swapper(model, device=device, budget=4096)
     with swapper.auto():
+        with swapper.use(*model):
+            found = compute(model, x.to(device))
+        torch.testing.assert_close(found, expected, check_device=False)
+        swapper.evict()
         with pytest.raises(NotImplementedError, match=r"module .0.: .* within swapper.use"):
-            TRANSFORMS[transform](model, x)
+            compute(model, x.to(device))
         assert not swapper.report().in_use
-        assert model(x).shape == (2, 4)
+        assert model(x.to(device)).shape == (2, 4)
+    if transform == "vmap of a weight":  # between uses
+        found = compute(model, x.to(device))
+        torch.testing.assert_close(found, expected, check_device=False)
 
 
 @NEEDS_GPU
 def test_inputs_on_another_device_are_copied() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = linears(3, WIDTH)
     alike = copy.deepcopy(model).cuda()
     swapper = Swapper(model, device="cuda")
     x = torch.randn(2, WIDTH)
@@ -348,38 +337,23 @@ class Block(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-@pytest.mark.parametrize("step", [False, True], ids=["optimizer steps", "backward steps"])
+@STEP
 def test_parameters_are_added_to_modules_between_steps(step: bool, device: str) -> None:
     torch.manual_seed(3)
-    whole = nn.Sequential(*(Block() for _ in range(4)))
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    optimizers = [optim.AdamW(each.parameters(), lr=0.02) for each in (made, whole)]
-    swapper = Swapper(made, optimizers[0], device=device, budget=2 * 16 * WIDTH * (WIDTH + 30))
-    swapper.auto(step=step)
+    blocks = nn.Sequential(*(Block() for _ in range(4)))
+    pair = Pair(blocks, device, ADAMW, budget=2 * 16 * WIDTH * (WIDTH + 30))
+    pair.swapper.auto(step=step)
     x = torch.randn(6, WIDTH, device=device)
     for number in range(8):
-        losses = []
-        for model, optimizer in zip((made, whole), optimizers, strict=True):
-            loss = model(x).square().mean()
-            losses.append(loss.detach())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses)
+        pair.train(lambda model: model(x).square().mean())
         if number % 2 == 0:
             if number == 2:
-                swapper.evict()
-            for model, optimizer in zip((made, whole), optimizers, strict=True):
+                pair.swapper.evict()
+            for model, optimizer in pair:
                 block = model[number // 2]
-                assert isinstance(block, Block) and isinstance(block.layer, nn.Linear)
-                torch.manual_seed(number)
                 new = Adapted(block.layer)
-                torch.manual_seed(number)
                 for each in (new.down, new.up):  # alike on a GPU
                     nn.init.constant_(each.weight, 0.1 * (number + 1))
                 block.layer = new
                 optimizer.add_param_group({"params": [new.down.weight, new.up.weight]})
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
-    swapper.evict()
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
+    pair.assert_same()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import Pair
 from torch import Tensor, nn, optim
 from torch.autograd.function import once_differentiable
 
@@ -130,22 +129,13 @@ def test_results_that_a_module_did_not_make_or_that_change_in_place(
 ) -> None:
     make, forward = PROGRAMS[program]
     torch.manual_seed(1)
-    whole = nn.ModuleList(make())
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    optimizers = [optim.Adam(each.parameters()) for each in (made, whole)]
-    swapper = Swapper(
-        made, optimizers[0], device=device, budget="20KiB" if program == "another's" else "7KiB"
-    )
-    with swapper.auto(step=steps):
+    budget = "20KiB" if program == "another's" else "7KiB"
+    pair = Pair(nn.ModuleList(make()), device, optim.Adam, budget=budget)
+    with pair.swapper.auto(step=steps):
         for step in range(4):
             x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
-            for model, optimizer in zip((made, whole), optimizers, strict=True):
-                forward(model, x.clone()).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_equal(tensors_of(made, optimizers[0]), tensors_of(whole, optimizers[1]))
-    assert not swapper.report().in_use
+            pair.train(lambda model, x=x: forward(model, x.clone()).square().mean())
+    pair.assert_same()
 
 
 def test_a_module_whose_result_changes_in_place_is_stepped_within_the_backward() -> None:

@@ -6,12 +6,13 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import Pair, linears, tensors_of
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -27,17 +28,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def train(layers: nn.ModuleList, optimizer: optim.Optimizer, *swappers: Swapper) -> None:
-    """A step of a chain of layers, each used by its swapper."""
-    device = swappers[0].device if swappers else next(layers.parameters()).device
-    used = [swapper.use(*swapper.modules) for swapper in swappers] or [nullcontext()]
-    with used[0], used[-1] if len(used) > 1 else nullcontext():
-        x = torch.ones(2, layers[0].in_features, device=device)
-        for layer in layers:
-            x = layer(x)
-        x.square().sum().backward()
-        optimizer.step()
-    optimizer.zero_grad()
+SGD = partial(optim.SGD, lr=0.1)
+
+
+def train(models: Pair, *swappers: Swapper) -> None:
+    """A step of both, with all modules in use."""
+    x = torch.ones(2, models.made[0].in_features, device=models.swapper.device)
+    with ExitStack() as used:
+        for swapper in swappers or (models.swapper,):
+            used.enter_context(swapper.use(*swapper.modules))
+        models.train(lambda model: model(x).square().sum())
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -45,54 +45,55 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
-def pair(count: int = 4) -> tuple[nn.ModuleList, nn.ModuleList]:
-    made = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
-    return made, copy.deepcopy(made)
-
-
 def test_modules_are_used_on_the_gpu_if_there_is_one() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    assert Swapper(pair()[0]).device.type == kind
+    assert Swapper(linears(1)).device.type == kind
 
 
-def test_an_optimizer_may_have_several_swappers() -> None:
-    made, whole = pair()
-    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (made, whole)]
-    swappers = [Swapper(made[at : at + 2], optimizers[0], device="cpu") for at in (0, 2)]
-    for _ in range(3):
-        train(made, optimizers[0], *swappers)
-        train(whole, optimizers[1])
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_an_optimizer_with_a_scaler_may_have_several_swappers(fused: bool, device: str) -> None:
+    made = linears(4)
+    whole = copy.deepcopy(made).to(device)
+    x = torch.ones(2, 4, device=device)
+    for layers in (made, whole):
+        optimizer = optim.SGD(layers.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        parts = (made[:2], made[2:]) if layers is made else ()
+        swappers = [Swapper(part, optimizer, device=device) for part in parts]
+        scaler = GradScaler(device, init_scale=4.0)
+        for _ in range(3):
+            with ExitStack() as used:
+                for swapper in swappers:
+                    used.enter_context(swapper.use(*swapper.modules))
+                scaler.scale(layers(x).square().sum()).backward()
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
     assert same(made, whole)
 
 
 def test_a_swapper_may_follow_one_whose_steps_a_scheduler_has_wrapped() -> None:
-    made, whole = pair()
-    optimizers = [optim.SGD(each.parameters(), lr=0.1) for each in (made, whole)]
-    first = Swapper(made, optimizers[0], device="cpu")
-    optim.lr_scheduler.LambdaLR(optimizers[0], lambda _: 1.0)
-    first.close()
-    train(made, optimizers[0], Swapper(made, optimizers[0], device="cpu"))
-    train(whole, optimizers[1])
-    assert same(made, whole)
-    with pytest.raises(RuntimeError, match="The Swapper is closed. Create another"):
-        first.prefetch(made[0])
-    with pytest.raises(RuntimeError, match="The Swapper is closed. Create another"):
-        first.auto()
+    models = Pair(linears(4), "cpu", SGD)
+    optim.lr_scheduler.LambdaLR(models.optimizers[0], lambda _: 1.0)
+    models.swapper.close()
+    train(models, Swapper(models.made, models.optimizers[0], device="cpu"))
+    assert same(models.made, models.whole)
+    for call in (lambda: models.swapper.prefetch(models.made[0]), models.swapper.auto):
+        with pytest.raises(RuntimeError, match="The Swapper is closed. Create another"):
+            call()
 
 
 @pytest.mark.parametrize("auto", [False, True])
 def test_tensors_that_stand_in_for_a_moment_change_no_parameter(auto: bool) -> None:
-    made, whole = pair(2)
-    swapper = Swapper(made, device="cpu")
+    models = Pair(linears(2), "cpu")
+    made, swapper = models.made, models.swapper
     if auto:
         swapper.auto()
     zeros = {"weight": torch.zeros(4, 4)}
     with nullcontext() if auto else swapper.use(made[0]):
         found = functional_call(made[0], zeros, (torch.ones(1, 4),))
     assert torch.equal(found, made[0].bias.detach().unsqueeze(0))
-    assert same(made, whole)
-    swapper.evict()
-    assert same(made, whole) and not bool(zeros["weight"].any())
+    models.assert_same()
+    assert not bool(zeros["weight"].any())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ def test_views_that_a_module_gives_keep_their_values(
 def test_views_that_are_kept_of_a_used_module_keep_their_values(
     device: str, was_auto: bool
 ) -> None:
-    made = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    made = linears(2, 64)
     swapper = Swapper(made, device=device, budget="17KiB")
     if was_auto:
         swapper.auto().remove()
@@ -184,48 +185,19 @@ def test_a_module_that_calls_itself_is_kept_until_all_calls_end() -> None:
 
 
 def test_a_backward_within_another_steps_nothing() -> None:
-    made, whole = pair(2)
-    optimizers = [optim.Adam(each.parameters(), lr=0.1) for each in (made, whole)]
-    swapper = Swapper(made, optimizers[0], device="cpu")
-    swapper.auto(step=True)
-    for layers, optimizer in zip((made, whole), optimizers, strict=True):
-        for _ in range(2):
-            x = torch.ones(2, 4, requires_grad=True)
-            for number in (0, 1, 0):
-                x = checkpoint(layers[number], x, use_reentrant=True)
-            x.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(made, whole)
+    models = Pair(linears(2), "cpu", partial(optim.Adam, lr=0.1))
+    models.swapper.auto(step=True)
+    x = torch.ones(2, 4, requires_grad=True)
 
+    def loss(layers: nn.Sequential) -> Tensor:
+        y = x
+        for number in (0, 1, 0):
+            y = checkpoint(layers[number], y, use_reentrant=True)
+        return y.square().sum()
 
-def test_what_an_optimizer_counts_goes_on_when_backward_steps() -> None:
-    class Counting(optim.SGD):
-        """Divides by the number of steps."""
-
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            """Counts in its groups."""
-            for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
-                for each in group["params"]:
-                    if each.grad is not None:
-                        each.add_(each.grad, alpha=-group["lr"] / group["count"])
-
-    made, whole = pair(3)
-    optimizers = [Counting(each.parameters(), lr=0.1) for each in (made, whole)]
-    with Swapper(made, optimizers[0], device="cpu").auto(step=True):
-        for _ in range(4):
-            for layers, optimizer in zip((made, whole), optimizers, strict=True):
-                x = torch.ones(2, 4)
-                for layer in layers:
-                    x = layer(x)
-                x.square().sum().backward()
-                if layers is whole:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    assert optimizers[0].param_groups[0]["count"] == 4
-    assert same(made, whole)
+    for _ in range(2):
+        models.train(loss)
+    models.assert_same()
 
 
 def test_statistics_of_a_module_that_came_later_are_written_back(device: str) -> None:
@@ -240,33 +212,19 @@ def test_statistics_of_a_module_that_came_later_are_written_back(device: str) ->
     assert torch.equal(made[1].running_var, variance)
 
 
-def test_touched_changes_that_torch_does_not_count_are_written_back(device: str) -> None:
-    layer = nn.Linear(4, 4)
-    swapper = Swapper([layer], device=device)
-    with swapper.use(layer):
-        layer.weight.data.zero_()
-        swapper.touch(layer)
-    swapper.evict()
-    assert not bool(layer.weight.any())
-
-
 @pytest.mark.parametrize("changed", ["not", "counted", "touched", "read", "backward"])
 def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed: str) -> None:
-    made, whole = pair(2)
-    whole.to(device)
-    optimizers = [optim.Adam(each.parameters()) for each in (made, whole)]
-    swapper = Swapper(made, optimizers[0], device=device)
-    train(made, optimizers[0], swapper)
-    train(whole, optimizers[1])
+    models = Pair(linears(2), device, optim.Adam)
+    swapper = models.swapper
+    train(models)
     swapper.evict()
     misses = swapper.report().misses
-    swapper.prefetch(made[0], state=True)
+    swapper.prefetch(models.made[0], state=True)
     assert swapper.report().resident == ("0",)
-    for layers in (made, whole):
+    for layers, optimizer in models:
         weight = layers[0].weight
-        if layers is made:
-            state = optimizers[0].state[weight]["exp_avg"]
-            assert weight.device.type == state.device.type == "cpu"
+        if layers is models.made:
+            assert weight.is_cpu and optimizer.state[weight]["exp_avg"].is_cpu
         with torch.no_grad():
             if changed == "counted":
                 weight.add_(1)
@@ -277,53 +235,10 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
         if changed == "backward":
             layers[0](torch.ones(1, 4, device=weight.device)).sum().backward()
     if changed == "touched":
-        swapper.touch(made[0])
-    train(made, optimizers[0], swapper)
-    train(whole, optimizers[1])
+        swapper.touch(models.made[0])
+    train(models)
     assert swapper.report().misses - misses == 1  # the other
-    assert same(made, whole)
-
-
-@pytest.mark.parametrize("evicts", [False, True])
-@pytest.mark.parametrize("how", ["at once", "after steps", "written"])
-def test_an_optimizer_loads_its_own_state_dict_as_without_modules(
-    how: str, evicts: bool, device: str
-) -> None:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    whole = copy.deepcopy(made).to(device)
-    results = []
-    for layers in (made, whole):
-        optimizer = optim.AdamW(layers.parameters(), lr=0.1)
-        swapper = Swapper(made, optimizer, device=device) if layers is made else None
-
-        def step(number: int, layers: nn.Module = layers, swapper: Any = swapper) -> None:
-            optimizer.zero_grad()  # noqa: B023
-            random = torch.Generator().manual_seed(number)
-            with swapper.use(made) if swapper else nullcontext():
-                loss = layers(torch.randn(3, 4, generator=random).to(device)).square().sum()
-                loss.backward()
-                optimizer.step()  # noqa: B023
-
-        step(0)
-        if swapper:
-            swapper.evict()
-        step(1)
-        state = optimizer.state_dict()
-        if how == "after steps":
-            step(2)
-        if how == "written":
-            for of_one in state["state"].values():
-                of_one["exp_avg"].fill_(0.5)
-        if evicts and swapper:
-            swapper.evict()
-        optimizer.load_state_dict(state)
-        for number in (3, 4):
-            step(number)
-            if evicts and swapper:
-                swapper.evict()
-        results.append({n: e.detach().cpu() for n, e in tensors_of(layers, optimizer).items()})
-    assert_equal(*results)
+    models.assert_same()
 
 
 @pytest.mark.parametrize("between", ["nothing", "flush", "state_dict"])
@@ -358,39 +273,30 @@ def test_nothing_between_a_prefetch_and_a_use_forgets_a_change(device: str, betw
 
 @pytest.mark.parametrize(("budget", "ahead"), [(2048, 4), (2560, 3)])
 def test_gradients_are_unscaled_wherever_they_are(device: str, budget: int, ahead: int) -> None:
-    made, whole = pair(6)
-    whole.to(device)
-    for layers in (made, whole):
-        optimizer = optim.SGD(layers.parameters(), lr=0.1)
+    models = Pair(linears(6), device, SGD, budget=budget)
+    models.swapper.auto(ahead=ahead)
+    for layers, optimizer in models:
         scaler = GradScaler(device, init_scale=1024.0)
-        if layers is made:
-            Swapper(made, optimizer, device=device, budget=budget).auto(ahead=ahead)
         for step in range(4):
             x = torch.ones(2, 4, device=device) + step
-            for layer in layers:
-                x = layer(x)
-            scaler.scale(x.square().mean()).backward()
+            scaler.scale(layers(x).square().mean()).backward()
             scaler.step(optimizer)  # some gradients are on their way for the next forward
             scaler.update()
             optimizer.zero_grad()
-    assert same(made, whole)
+    models.assert_same()
 
 
 @NEEDS_GPU
 def test_gradients_in_host_memory_wait_for_the_scale() -> None:
-    made, whole = pair(2)
-    whole.cuda()
-    for layers in (made, whole):
-        optimizer = optim.SGD(layers.parameters(), lr=0.1)
+    models = Pair(linears(2), "cuda", SGD)
+    for layers, optimizer in models:
         scaler = GradScaler(init_scale=4.0)
-        swapper = Swapper(made, optimizer) if layers is made else None
-        with nullcontext() if swapper is None else swapper.use(*layers):
-            scaler.scale(layers[1](layers[0](torch.ones(2, 4).cuda())).sum()).backward()
-        if swapper is not None:
-            swapper.evict()
+        with models.swapper.use(*models.made):
+            scaler.scale(layers(torch.ones(2, 4).cuda()).sum()).backward()
+        models.swapper.evict()
         torch.cuda._sleep(200_000_000)  # cycles: the scale comes late
         scaler.step(optimizer)
-    assert same(made, whole)
+    models.assert_same()
 
 
 class Lucky(torch.amp.GradScaler):
@@ -405,110 +311,88 @@ class Lucky(torch.amp.GradScaler):
 @NEEDS_GPU
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_a_scaler_that_does_not_wait_is_refused(fused: bool) -> None:
-    made, whole = pair(2)
-    whole.cuda()
+    models = Pair(linears(2), "cuda", partial(SGD, fused=fused))
+    swapper = models.swapper
     x = torch.ones(2, 4).cuda()
-    for layers in (made, whole):
-        optimizer = optim.SGD(layers.parameters(), lr=0.1, fused=fused)
-        swapper = Swapper(made, optimizer) if layers is made else None
+    for layers, optimizer in models:
+        is_made = layers is models.made
 
-        def backward(scaler: torch.amp.GradScaler) -> None:
-            optimizer.zero_grad()  # noqa: B023
-            with nullcontext() if swapper is None else swapper.use(*layers):  # noqa: B023
-                scaler.scale(layers[1](layers[0](x)).sum()).backward()  # noqa: B023
+        def backward(
+            scaler: torch.amp.GradScaler, layers: Any = layers, optimizer: Any = optimizer
+        ) -> None:
+            optimizer.zero_grad()
+            with swapper.use(*models.made):
+                scaler.scale(layers(x).sum()).backward()
 
         theirs = Lucky(init_scale=4.0)
         backward(theirs)
-        if swapper is not None:
-            swapper.evict(made[0])
+        if is_made:
+            swapper.evict(layers[0])
             with pytest.raises(RuntimeError, match=r"Nothing has been stepped. Use speedtorch.Gra"):
                 theirs.step(optimizer)
             assert not hasattr(optimizer, "grad_scale")
             theirs.update()
         for scaler in (GradScaler(init_scale=4.0), torch.amp.GradScaler(enabled=False)):
             backward(scaler)
-            if swapper is not None:
-                swapper.evict()
+            swapper.evict()
             scaler.step(optimizer)
         for is_early in (True, False):  # where nothing has left before it is divided
             theirs = torch.amp.GradScaler(init_scale=4.0)
             backward(theirs)
             if is_early:
                 theirs.unscale_(optimizer)
-                if swapper is not None:
-                    swapper.evict()
+                swapper.evict()
             theirs.step(optimizer)
-    assert same(made, whole)
+    models.assert_same()
 
 
 def test_a_scaler_is_refused_where_modules_are_stepped_in_backward(device: str) -> None:
-    made, _ = pair(2)
-    head = nn.Linear(4, 1).to(device)
-    optimizer = optim.SGD([*made.parameters(), *head.parameters()], lr=0.1)
-    swapper = Swapper(made, optimizer, device=device)
+    models = Pair(linears(3), device, SGD, lambda model: list(model[:2]))
+    (model, optimizer), _ = models
     scaler = GradScaler(device, init_scale=4.0)
-    before = head.weight.detach().clone()
+    before = model[2].weight.detach().clone()
     for steps in (True, False):
-        with swapper.auto(step=steps):
-            scaler.scale(head(made[1](made[0](torch.ones(2, 4, device=device)))).sum()).backward()
+        with models.swapper.auto(step=steps):
+            scaler.scale(model(torch.ones(2, 4, device=device)).sum()).backward()
             error = pytest.raises(RuntimeError, match="in the backward pass.*still scaled")
             with error if steps else nullcontext():
                 scaler.step(optimizer)
-        assert torch.equal(head.weight, before) == steps
+        assert torch.equal(model[2].weight, before) == steps
         scaler.update()
         optimizer.zero_grad()
 
 
 def test_a_failed_step_of_a_scaler_changes_nothing(device: str) -> None:
-    made, whole = (nn.ModuleList([each]) for each in (nn.Linear(16, 16), nn.Linear(16, 16)))
-    whole.load_state_dict(made.state_dict())
-    whole.to(device)
-    for layers in (made, whole):
-        optimizer = optim.Adam(layers.parameters(), lr=0.1, fused=True)
-        swapper = None
-        if layers is made:
-            swapper = Swapper(made, optimizer, device=device, budget=16 * 17 * 8 + 256)
+    make = partial(optim.Adam, lr=0.1, fused=True)
+    models = Pair(linears(1, 16), device, make, budget=16 * 17 * 8 + 256)
+    x = torch.ones(2, 16, device=device)
+    for layers, optimizer in models:
         scaler = GradScaler(device, init_scale=4.0)
-        x = torch.ones(2, 16, device=device)
-        with nullcontext() if swapper is None else swapper.use(*layers):
-            scaler.scale(layers[0](x).sum()).backward()
-        if swapper is not None:
+        if layers is models.made:
+            with models.swapper.use(*layers):
+                scaler.scale(layers(x).sum()).backward()
             with pytest.raises(RuntimeError, match="No module has been stepped"):
                 scaler.step(optimizer)
-            swapper.close()
+            models.swapper.close()
             layers.to(device)
             scaler.update()
+        else:
+            scaler.scale(layers(x).sum()).backward()
         optimizer.zero_grad()
-        scaler.scale(layers[0](x).sum()).backward()
+        scaler.scale(layers(x).sum()).backward()
         scaler.step(optimizer)
-    assert same(made, whole)
-
-
-def test_two_swappers_of_a_fused_optimizer_and_a_scaler(device: str) -> None:
-    made, whole = pair(2)
-    whole.to(device)
-    for layers in (made, whole):
-        optimizer = optim.SGD(layers.parameters(), lr=0.1, fused=True)
-        found = [Swapper([each], optimizer, device=device) for each in layers if layers is made]
-        scaler = GradScaler(device, init_scale=4.0)
-        with ExitStack() as used:
-            for each in found:
-                used.enter_context(each.use(*each.modules))
-            scaler.scale(layers[1](layers[0](torch.ones(2, 4, device=device))).sum()).backward()
-            scaler.step(optimizer)
-    assert same(made, whole)
+    assert same(models.made, models.whole)
 
 
 def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    layers = linears(4, 8)
     optimizer = optim.Adam(layers.parameters())
     swapper = Swapper(layers, optimizer, device=device, budget=3600)
     x = torch.randn(4, 8, device=device)
     with swapper.auto(step=True, ahead=2):
         for _ in range(3):
             layers(x).square().mean().backward()
-        kept = [optimizer.state[each.weight]["exp_avg"] for each in layers]
-        views = [each.detach() for each in kept]
+        views = [optimizer.state[each.weight]["exp_avg"].detach() for each in layers]
         values = [each.cpu().clone() for each in views]
         layers(x)
     # Modules that were loaded ahead may have evicted all state before the views were made.
@@ -521,7 +405,7 @@ def test_views_that_are_kept_of_state_keep_their_values(device: str) -> None:
 def test_more_modules_ahead_load_no_module_twice(device: str) -> None:
     copied_bytes = []
     for ahead in (0, 1, 3):
-        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+        layers = linears(12, 64, bias=False)
         optimizer = optim.Adam(layers.parameters())
         swapper = Swapper(layers, optimizer, device=device, budget=8 * 64 * 64 * 4)
         with swapper.auto(step=True, ahead=ahead):
@@ -535,7 +419,7 @@ def test_more_modules_ahead_load_no_module_twice(device: str) -> None:
 
 @NEEDS_GPU
 def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None:
-    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    layers = linears(2, 64)
     swapper = Swapper(layers, device="cuda", budget="20KiB")
     with swapper.use(layers[0]):
         weight = layers[0].weight
@@ -549,13 +433,10 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
 
 @pytest.mark.parametrize("call", ["use", "prefetch", "evict", "touch"])
 def test_what_is_no_module_is_refused(call: str) -> None:
-    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
+    swapper = Swapper(linears(1), device="cpu")
+    unknown = "Linear neither is nor contains .* The offloaded modules are 0"
     for given, kind, text in (
-        (
-            nn.Linear(2, 2),
-            ValueError,
-            "Linear neither is nor contains .* The offloaded modules are 0",
-        ),
+        (nn.Linear(2, 2), ValueError, unknown),
         ("0", TypeError, "modules: expected an nn.Module, got str"),
     ):
         with pytest.raises(kind, match=text):
@@ -589,7 +470,7 @@ def test_modules_that_give_no_modules_are_refused(
 
 
 def test_a_module_in_use_is_not_evicted_by_name() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = linears(2)
     swapper = Swapper(layers, device="cpu")
     with swapper.use(layers):
         with pytest.raises(RuntimeError, match=r"evict: modules \['0', '1'\] are in use. Call"):
@@ -600,15 +481,19 @@ def test_a_module_in_use_is_not_evicted_by_name() -> None:
 
 
 def test_a_swapper_without_an_optimizer_steps_none() -> None:
-    swapper = Swapper(nn.Sequential(nn.Linear(2, 2)), device="cpu")
-    with pytest.raises(RuntimeError, match="step: the Swapper has no optimizer. Pass one"):
-        swapper.step()
+    swapper = Swapper(linears(1), device="cpu")
+    for step in (swapper.step, lambda: swapper.auto(step=True)):
+        with pytest.raises(RuntimeError, match="the Swapper has no optimizer. Pass one"):
+            step()
+    for ahead in (-1, 1.5, "2", None, True):
+        with pytest.raises(ValueError, match=f"ahead must be an int of at least 0, got {ahead!r}"):
+            swapper.auto(ahead=ahead)
 
 
 def test_a_use_evicts_other_modules_if_the_device_has_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = linears(2)
     swapper = Swapper(layers, device="cpu", budget="1MiB")
     with swapper.use(layers[0]):
         pass
@@ -629,12 +514,9 @@ def test_a_use_evicts_other_modules_if_the_device_has_no_memory(
 def test_a_module_that_finds_no_memory_for_its_state_is_on_the_host(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, whole = pair(2)
-    optimizer = optim.Adam(made.parameters())
-    swapper = Swapper(made, optimizer, device=device)
-    train(made, optimizer, swapper)
-    whole.load_state_dict(made.state_dict())
-    swapper.evict()
+    models = Pair(linears(2), device, optim.Adam)
+    train(models)
+    models.swapper.evict()
     loads, load = [], TensorGroup.load
 
     def load_first(group: TensorGroup, *args: Any, **kwargs: Any) -> None:
@@ -645,9 +527,9 @@ def test_a_module_that_finds_no_memory_for_its_state_is_on_the_host(
 
     monkeypatch.setattr(TensorGroup, "load", load_first)
     with pytest.raises(torch.OutOfMemoryError, match="pretended"):
-        swapper.use(made[0]).__enter__()
-    assert not swapper.report().resident and made[0].weight.is_cpu
-    assert same(made, whole)
+        models.swapper.use(models.made[0]).__enter__()
+    assert not models.swapper.report().resident and models.made[0].weight.is_cpu
+    models.assert_same()
 
 
 def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
@@ -661,15 +543,14 @@ def test_a_sparse_gradient_is_refused_where_it_came(device: str) -> None:
 
 
 def test_bytes_are_as_many_as_torch_and_the_tensors_count(device: str) -> None:
-    layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-    optimizer = optim.Adam(layers.parameters())
-    swapper = Swapper(layers, optimizer, device=device)
+    models = Pair(linears(6, 256), device, optim.Adam)
+    swapper = models.swapper
     for _ in range(2):
-        train(layers, optimizer, swapper)
+        train(models)
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         resident = swapper.report().resident_bytes
         freed = swapper.evict()
-    tensors = tensors_of(layers, optimizer).values()
+    tensors = tensors_of(models.made, models.optimizers[0]).values()
     needed = sum(each.nbytes for each in tensors if each.dim())  # steps stay as they are
     assert needed <= swapper.report().host_bytes <= 1.02 * needed
     assert freed == resident == swapper.report().host_bytes
@@ -692,7 +573,7 @@ def test_a_step_without_room_steps_nothing() -> None:
 
 
 def test_gradients_that_are_gone_take_no_room() -> None:
-    made = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+    made = linears(2, 16, bias=False)
     optimizer = optim.SGD(made.parameters(), lr=0.1)
     swapper = Swapper(made, optimizer, device="cpu", budget="2KiB")
     for layer in made:
@@ -718,86 +599,53 @@ def test_a_module_that_never_fits_keeps_no_other_away() -> None:
         swapper.use(made[0]).__enter__()
 
 
+class Complex(nn.Module):
+    """Its gradient is a conjugated view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.conj() * x).real.sum()
+
+
 def test_gradients_that_torch_conjugates_lazily_move(device: str) -> None:
-    class Complex(nn.Module):
-        """Its gradient is a conjugated view."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.weight.conj() * x).real.sum()
-
-    made = Complex()
-    whole = copy.deepcopy(made).to(device)
+    models = Pair(Complex(), device, SGD, lambda model: [model])
     x = torch.tensor([1 + 2j, 3, 1j, 4], device=device)
-    swapper = Swapper([made], device=device)
-    with swapper.use(made):
-        made(x).backward()
-    whole(x).backward()
-    swapper.evict()
-    assert made.weight.grad is not None and whole.weight.grad is not None
-    assert torch.equal(made.weight.grad, whole.weight.grad.cpu())
+    with models.swapper.use(models.made):
+        for model, _ in models:
+            model(x).backward()
+    models.assert_same()
 
 
-def test_after_a_failed_backward_its_module_may_be_evicted(device: str) -> None:
-    made, _ = pair(3)
-    swapper = Swapper(made, device=device)
-    swapper.auto()
-    x = torch.ones(1, 4, device=device)
-    for layer in made:
-        x = layer(x)
+class Recorded(nn.Linear):
+    """Gives a record, which is no pytree of torch's."""
 
-    def fail(gradient: Tensor) -> Any:
-        raise ZeroDivisionError
-
-    made[1].weight.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        x.sum().backward()
-    del x
-    assert not swapper.report().in_use
-    swapper.evict(made[1])
+    def forward(self, x: Tensor) -> Record:
+        return Record(super().forward(x))
 
 
 @pytest.mark.parametrize("steps", [False, True])
 def test_results_within_a_record_are_found(steps: bool) -> None:
-    @dataclasses.dataclass
-    class Result:
-        """No pytree of torch's."""
-
-        x: Tensor
-
-    class Recorded(nn.Module):
-        """Gives a record."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Result:
-            return Result(self.linear(x))
-
-    made = nn.ModuleList(Recorded() for _ in range(3))
+    made = nn.ModuleList(Recorded(16, 16) for _ in range(3))
     before = copy.deepcopy(made)
     optimizer = optim.SGD(made.parameters(), lr=0.1)
     with Swapper(made, optimizer, device="cpu", budget="4KiB").auto(step=steps):
         x = torch.ones(1, 16)
         for layer in made:
-            x = layer(x).x
+            x = layer(x).rows
         x.sum().backward()
     assert all(each.grad is None for each in made.parameters()) == steps
     assert same(made, before) != steps
 
 
-@pytest.mark.parametrize("budget", [None, "64KiB"])
-def test_its_repr_names_the_modules_the_device_and_the_budget(budget: str | None) -> None:
-    layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
-    swapper = Swapper(layers, device="cpu", budget=budget)
-    offloaded, budget_text = (
-        "0: Linear, 1: Linear, 2: Linear, 2 more",
-        "64.0 KiB" if budget else "None",
-    )
-    assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={budget_text})"
+@pytest.mark.parametrize(("budget", "text"), [(None, "None"), ("64KiB", "64.0 KiB")])
+def test_its_repr_names_the_modules_the_device_and_the_budget(
+    budget: str | None, text: str
+) -> None:
+    swapper = Swapper(linears(5), device="cpu", budget=budget)
+    offloaded = "0: Linear, 1: Linear, 2: Linear, 2 more"
+    assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={text})"
     swapper.close()
     assert repr(swapper) == "Swapper(closed)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_models import assert_equal, tensors_of
+from offloaded_models import assert_equal, linears, tensors_of
 from torch import nn, optim
 
 from speedtorch.layers import Swapper
@@ -42,71 +42,50 @@ class CombinedOptimizer:
             each.step()
 
 
-@pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
-def test_a_wrapped_optimizer_steps_modules(device: str, way: str) -> None:
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    within = [optim.Adam(each.parameters()) for each in (made, whole)]
-    optimizers = [AcceleratedOptimizer(each) for each in within]
-    swapper = Swapper(made, optimizers[0], device=device)
-    assert swapper.optimizer is optimizers[0]
-    on = swapper.use(made) if way == "use" else swapper.auto(step="steps" in way)
-    with on:
-        for step in range(3):
-            for model, optimizer in zip((made, whole), optimizers, strict=True):
-                model(torch.ones(2, 8, device=device)).sum().backward()
-                if step % 2 and model is made:
-                    swapper.step()
-                else:
-                    optimizer.step()
-                optimizer.zero_grad()
-    swapper.evict()
-    assert_equal(tensors_of(made, within[0]), tensors_of(whole, within[1]))
-
-
-HOW: dict[str, Callable[[list[optim.Optimizer]], Any]] = {
+GIVEN: dict[str, Callable[[list[optim.Optimizer]], Any]] = {
+    "wrapped": lambda optimizers: AcceleratedOptimizer(*optimizers),
     "listed": lambda optimizers: optimizers,
     "combined": lambda optimizers: CombinedOptimizer(*optimizers),
 }
 
 
+def optimizers_of(model: nn.Module, given: str) -> list[optim.Optimizer]:
+    if given == "wrapped":
+        return [optim.Adam(model.parameters())]
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    biases = [each for each in model.parameters() if each.dim() < 2]
+    # The biases of two layers are stepped by both.
+    return [optim.Muon(matrices), optim.AdamW(biases), optim.SGD(biases[:2], 0.1, 0.9)]
+
+
 @pytest.mark.parametrize("way", ["use", "auto", "auto, backward steps"])
-@pytest.mark.parametrize("how", HOW)
-def test_several_optimizers_step_modules(device: str, how: str, way: str) -> None:
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    made = copy.deepcopy(whole)
-    whole.to(device)
-    pairs: list[list[optim.Optimizer]] = []
-    for model in (made, whole):
-        matrices = [each for each in model.parameters() if each.dim() == 2]
-        biases = [each for each in model.parameters() if each.dim() < 2]
-        # The biases of two layers are stepped by both.
-        both = [optim.Muon(matrices), optim.AdamW(biases), optim.SGD(biases[:2], 0.1, 0.9)]
-        pairs.append(both)
+@pytest.mark.parametrize("given", GIVEN)
+def test_wrapped_and_several_optimizers_step_modules(device: str, given: str, way: str) -> None:
+    made = linears(4, 16)
+    models = made, copy.deepcopy(made).to(device)
+    pairs = [optimizers_of(model, given) for model in models]
+    whole = [GIVEN[given](optimizers) for optimizers in pairs]
     budget = "64KiB" if way == "use" else "6KiB"
-    swapper = Swapper(made, HOW[how](pairs[0]), device=device, budget=budget)
-    on = swapper.use(made) if way == "use" else swapper.auto(step="steps" in way)
-    with on:
+    swapper = Swapper(made, whole[0], device=device, budget=budget)
+    if given == "wrapped":
+        assert swapper.optimizer is whole[0]
+    with swapper.use(*made) if way == "use" else swapper.auto(step="steps" in way):
         for step in range(4):
-            for model, optimizers in zip((made, whole), pairs, strict=True):
+            for model, optimizer in zip(models, whole, strict=True):
                 model(torch.ones(2, 16, device=device)).square().sum().backward()
                 if step % 2 and model is made:
                     swapper.step()
                 else:
-                    for each in optimizers:
+                    for each in optimizer if given == "listed" else [optimizer]:
                         each.step()
                 model.zero_grad()
     swapper.evict()
-    for number in range(3):
-        mine, other = pairs[0][number], pairs[1][number]
-        assert len(mine.state) == [4, 4, 2][number]
-        assert_equal(tensors_of(made, mine), tensors_of(whole, other))
-        assert {each.device.type for of_one in mine.state.values() for each in of_one.values()} == {
-            "cpu"
-        }
+    for optimizer, other in zip(*pairs, strict=True):
+        assert_equal(tensors_of(models[0], optimizer), tensors_of(models[1], other))
+        kept = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        assert {tensor.device.type for tensor in kept} == {"cpu"}
+    if given != "wrapped":
+        assert [len(optimizer.state) for optimizer in pairs[0]] == [4, 4, 2]
 
 
 def test_a_closure_is_for_one_optimizer() -> None:
@@ -118,13 +97,6 @@ def test_a_closure_is_for_one_optimizer() -> None:
         swapper.step(lambda: 1)
 
 
-def test_an_optimizer_that_steps_all_parameters_at_once_is_refused() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="optimizer: LBFGS steps all parameters at once"):
-        Swapper(layers, optim.LBFGS(layers.parameters()), device="cpu")
-    Swapper(layers, optim.SGD(layers.parameters()), device="cpu").close()  # nothing was taken
-
-
 @pytest.mark.parametrize(
     ("optimizers", "kind", "message"),
     [
@@ -132,13 +104,19 @@ def test_an_optimizer_that_steps_all_parameters_at_once_is_refused() -> None:
         (lambda o: [o, AcceleratedOptimizer(o)], ValueError, "one optimizer occurs twice"),
         (lambda o: [o, "adam"], TypeError, "expected a torch.optim.Optimizer, got str"),
         (lambda _: "adam", TypeError, "expected a torch.optim.Optimizer, got str"),
+        (
+            lambda o: optim.LBFGS(o.param_groups[0]["params"]),
+            TypeError,
+            "optimizer: LBFGS steps all parameters at once",
+        ),
     ],
-    ids=["twice", "twice, wrapped", "no optimizer", "a string"],
+    ids=["twice", "twice, wrapped", "no optimizer", "a string", "all at once"],
 )
-def test_what_is_no_list_of_optimizers_is_refused(
+def test_wrong_optimizers_are_refused(
     optimizers: Callable[[optim.Optimizer], Any], kind: type[Exception], message: str
 ) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = linears(2)
+    sgd = optim.SGD(layers.parameters())
     with pytest.raises(kind, match=message):
-        Swapper(layers, optimizers(optim.SGD(layers.parameters())), device="cpu")
-    Swapper(layers, device="cpu").close()  # nothing has been left
+        Swapper(layers, optimizers(sgd), device="cpu")
+    Swapper(layers, sgd, device="cpu").close()  # nothing was taken

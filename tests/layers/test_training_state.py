@@ -6,21 +6,20 @@ import copy
 import gc
 import linecache
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY, PACKAGE, Lines, every_interrupt, out_of_memory
-from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies
+from offloaded_models import COMMON_OPTIMIZERS, Layer, assert_equal, copies, tensors_of
 from torch import Tensor, nn, optim
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import speedtorch
 from speedtorch.layers import TrainingState, offloaded_storage, storage_offloader
@@ -59,46 +58,43 @@ class Training:
     """A layer, its optimizer and its state, which trains on batches by number."""
 
     def __init__(
-        self, device: str, make: Callable[..., optim.Optimizer] = optim.Adam, **settings: Any
+        self, device: str, make: Callable[..., optim.Optimizer] = optim.Adam, **kept: bool
     ) -> None:
         torch.manual_seed(0)
         self.layer = Layer().to(device)
         self.device, self.steps = device, 0
-        self.optimizer = make(self.layer.parameters(), **settings)
-        self.state = TrainingState(self.layer, self.optimizer)
+        self.optimizer = make(self.layer.parameters())
+        self.state = TrainingState(self.layer, self.optimizer, **kept)
 
     def step(self, count: int = 1) -> Training:
-        for _ in range(count):
+        def closure() -> Tensor:
             random = torch.Generator().manual_seed(self.steps)
             batch = torch.randn(8, 4, generator=random).to(self.device)
+            self.optimizer.zero_grad()
+            loss: Tensor = self.layer(batch).square().mean()
+            loss.backward()
+            return loss
 
-            def closure(batch: Tensor = batch) -> Tensor:
-                self.optimizer.zero_grad()
-                loss: Tensor = self.layer(batch).square().mean()
-                loss.backward()
-                return loss
-
+        for _ in range(count):
             self.optimizer.step(closure)
             self.steps += 1
         return self
 
     def tensors(self) -> dict[str, Tensor]:
         """All of the layer and the optimizer, by name."""
-        found = dict(self.layer.state_dict(keep_vars=True))
-        for name, param in self.layer.named_parameters():
-            kept = {"gradient": param.grad, **self.optimizer.state.get(param, {})}
-            for path, value in tree_flatten_with_path(kept)[0]:
-                if isinstance(value, Tensor):
-                    found[f"{name}{keystr(path)}"] = value
-        return found
+        return tensors_of(self.layer, self.optimizer)
 
 
-def assert_trains_on(training: Training, settings: Any = (), steps: int = 3) -> None:
+def assert_trains_on(
+    training: Training, make: Callable[..., optim.Optimizer] = optim.Adam, steps: int = 3
+) -> None:
     """What comes is what it would be without any sleep."""
-    other = Training(training.device, *settings).step(training.steps)
-    for trained in (training, other):
-        trained.step(steps)
-    assert_equal(training.tensors(), other.tensors())
+    other = Training(training.device, make).step(training.steps)
+    assert_equal(training.step(steps).tensors(), other.step(steps).tensors())
+
+
+def is_within(host: Tensor, tensor: Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - host.data_ptr() < host.nbytes
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -108,7 +104,7 @@ def test_training_is_as_if_it_had_not_slept(name: str, device: str) -> None:
         training.step()
         with training.state.asleep(parts):
             pass
-    assert_trains_on(training, [OPTIMIZERS[name]])
+    assert_trains_on(training, OPTIMIZERS[name])
 
 
 def test_offloaded_tensors_are_on_the_host_with_the_same_values(device: str) -> None:
@@ -118,7 +114,7 @@ def test_offloaded_tensors_are_on_the_host_with_the_same_values(device: str) -> 
     report = training.state.sleep()
     assert training.state.is_asleep and list(report.asleep) == list(PARTS)
     weight, host = training.layer.into.weight, training.state._parts["weights"]._host
-    assert 0 <= weight.data_ptr() - host.data_ptr() < host.nbytes
+    assert is_within(host, weight)
     training.layer(torch.ones(8, 4, device=device))  # over the link
     training.layer.load_state_dict(before, strict=False)
     assert_equal(training.tensors(), before)
@@ -127,29 +123,21 @@ def test_offloaded_tensors_are_on_the_host_with_the_same_values(device: str) -> 
     assert not training.state.is_asleep
     assert_equal(training.tensors(), before)
     assert {name: id(tensor) for name, tensor in training.tensors().items()} == objects
-    assert not 0 <= weight.data_ptr() - host.data_ptr() < host.nbytes
+    assert not is_within(host, weight)
 
 
-def test_one_part_sleeps_and_wakes(device: str) -> None:
+def test_parts_sleep_and_wake(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(device).step()
     state = training.state
     assert list(state.sleep("optimizer").asleep) == ["optimizer"]
     assert list(state.sleep(["weights", "optimizer"]).asleep) == ["weights", "optimizer"]
     assert list(state.wake(["weights"]).asleep) == ["optimizer"]
     training.layer(torch.ones(3, 4, device=device))
-    assert state.wake().asleep == {} and state.wake().bytes_copied == 0
-    assert "asleep=[]" in repr(state)
-
-
-def test_asleep_wakes_only_the_parts_that_it_offloaded(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = Training(device).step().state
-    state.sleep(["optimizer"])
     with state.asleep(["weights", "optimizer"]) as report:
         assert list(report.asleep) == ["weights", "optimizer"]
     assert "asleep=['optimizer']" in repr(state)
-    state.wake()
+    assert state.wake().asleep == {} and state.wake().bytes_copied == 0
+    assert "asleep=[]" in repr(state)
 
     def refused(count: int) -> Tensor:
         raise MemoryError
@@ -161,20 +149,22 @@ def test_asleep_wakes_only_the_parts_that_it_offloaded(
     assert not state.is_asleep
 
 
-def test_views_and_noncontiguous_tensors_are_unchanged(device: str) -> None:
+def test_views_and_tensors_with_gaps_or_no_elements_are_unchanged(device: str) -> None:
     layer = nn.Linear(6, 4, device=device)
     flat = torch.arange(40.0, device=device)
     layer.register_buffer("odd", flat[1:37].view(6, 6).t()[::2, 1:])
     layer.register_buffer("same", flat[3:9])
+    layer.register_buffer("none", torch.empty(0, device=device))
     odd, view = layer.get_buffer("odd").clone(), flat[5:8]
     strides = layer.get_buffer("odd").stride()
     state = TrainingState(layer)
-    state.sleep()
+    assert state.sleep().left == ()
     assert torch.equal(layer.get_buffer("odd"), odd)
     layer.get_buffer("same")[2] = 77.0  # element 5 of all
     state.wake()
     assert view.tolist() == [77.0, 6.0, 7.0] and flat[39] == 39.0
     assert layer.get_buffer("odd").stride() == strides
+    assert layer.none.shape == (0,) and layer.none.device.type == device
 
 
 def test_saved_tensors_raise_while_offloaded_and_are_right_after_wake(device: str) -> None:
@@ -192,20 +182,6 @@ def test_saved_tensors_raise_while_offloaded_and_are_right_after_wake(device: st
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_values_loaded_while_offloaded_are_kept_by_wake(device: str) -> None:
-    training, other = Training(device).step(2), Training(device).step(5)
-    saved = {"model": copies(other.layer.state_dict()), "optimizer": other.optimizer.state_dict()}
-    training.state.sleep()
-    training.layer.load_state_dict(saved["model"])
-    training.optimizer.load_state_dict(saved["optimizer"])
-    training.state.wake()
-    for trained in (training, other):
-        trained.layer.zero_grad()
-    assert_equal(training.tensors(), other.tensors())
-    training.steps = 5
-    assert_trains_on(training)
 
 
 def test_memory_assigned_while_offloaded_is_kept(device: str) -> None:
@@ -521,40 +497,24 @@ class QuantState:
         self.absmax, self.others = scale, {"code": scale.clone()}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_tensors_within_tensors_sleep(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
     two = TwoTensor(torch.ones(2, 2, device=device), torch.full((2, 2), 2.0, device=device))
     kept = QuantState(torch.full((3,), 5.0, device=device))
+    values, mask = torch.ones(3, device=device), torch.tensor([True, False, True], device=device)
     layer.register_buffer("pair", two)
     layer.register_buffer("packed", Attributed(torch.ones(4, device=device), kept))
+    layer.register_buffer("masked", torch.masked.masked_tensor(values, mask))  # has no memory
     state = TrainingState(layer)
-    nbytes = {"weights": (6 + 8 + 4 + 6) * 4}
-    assert state.sleep().asleep == nbytes
+    assert state.sleep().asleep == {"weights": (6 + 8 + 4 + 6 + 3) * 4 + 3}
     within = [two.a, two.b, kept.absmax, kept.others["code"]]
     host = state._parts["weights"]._host
-    assert all(0 <= tensor.data_ptr() - host.data_ptr() < host.nbytes for tensor in within)
+    assert all(is_within(host, tensor) for tensor in within)
     state.wake()
-    assert not any(0 <= tensor.data_ptr() - host.data_ptr() < host.nbytes for tensor in within)
+    assert not any(is_within(host, tensor) for tensor in within)
     assert [tensor.sum().item() for tensor in within] == [4, 8, 15, 15]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-def test_a_wrapper_without_memory_sleeps(device: str) -> None:
-    layer = nn.Linear(2, 2, device=device)
-    values, mask = torch.ones(3, device=device), torch.tensor([True, False, True], device=device)
-    layer.register_buffer("masked", torch.masked.masked_tensor(values, mask))
-    with TrainingState(layer).asleep() as report:
-        assert report.asleep == {"weights": 6 * 4 + 3 * 4 + 3}
     assert layer.get_buffer("masked").sum() == 2
-
-
-def test_a_tensor_without_elements_sleeps(device: str) -> None:
-    layer = nn.Linear(2, 2, device=device)
-    layer.register_buffer("none", torch.empty(0, device=device))
-    state = TrainingState(layer)
-    with state.asleep() as report:
-        assert report.left == ()
-    assert layer.none.shape == (0,) and layer.none.device.type == device
 
 
 def test_state_under_keys_with_equal_text_sleeps(device: str) -> None:
@@ -678,19 +638,26 @@ def test_a_graph_whose_tensors_have_moved_raises() -> None:
 
 def test_wrong_arguments_raise(device: str) -> None:
     layer = nn.Linear(2, 2, device=device)
-    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got Adam"):
-        TrainingState(optim.Adam(layer.parameters()))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer: expected a torch.optim.Optimizer, got int"):
-        TrainingState(layer, 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="it has no parameter and no buffer. Pass device="):
-        TrainingState(nn.Tanh())
-    with pytest.raises(ValueError, match="device: expected 'cuda' or 'cpu', got 'meta'"):
-        TrainingState(nn.Linear(2, 2, device="meta"))
-    state = TrainingState(layer)
-    with pytest.raises(ValueError, match=r"parts: expected some of .*, got 'state'"):
-        state.sleep(["state"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="discard: expected some of `parts`, .*, got 'weights'"):
-        state.sleep(["optimizer"], discard=["weights"])
+    state, adam = TrainingState(layer), optim.Adam(layer.parameters())
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: TrainingState(adam), TypeError, "model: expected an nn.Module, got Adam"),
+        (lambda: TrainingState(layer, 3), TypeError, "expected a torch.optim.Optimizer, got int"),
+        (lambda: TrainingState(nn.Tanh()), ValueError, "it has no parameter and no buffer. Pass d"),
+        (
+            lambda: TrainingState(nn.Linear(2, 2, device="meta")),
+            ValueError,
+            "device: expected 'cuda' or 'cpu', got 'meta'",
+        ),
+        (lambda: state.sleep(["state"]), ValueError, "parts: expected some of .*, got 'state'"),
+        (
+            lambda: state.sleep(["optimizer"], discard=["weights"]),
+            ValueError,
+            "discard: expected some of `parts`, .*, got 'weights'",
+        ),
+    ]
+    for call, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            call()
     assert layer.weight.device.type == device and not state.is_asleep
 
 
@@ -729,39 +696,28 @@ def test_tensors_that_cannot_sleep_raise_and_nothing_sleeps(device: str) -> None
         state.sleep(["weights"])
 
 
-def test_calls_of_two_threads_are_serialized(device: str) -> None:
+def test_calls_of_several_threads_are_serialized(device: str) -> None:
     training = Training(device).step(2)
-    expected, errors = copies(training.tensors()), []
+    expected = copies(training.tensors())
 
-    def work() -> None:
-        try:
-            for _ in range(20):
-                training.state.sleep()
-                training.state.wake()
-        except BaseException as error:
-            errors.append(error)
+    def work(_: int) -> None:
+        for _ in range(20):
+            training.state.sleep()
+            training.state.wake()
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    training.state.wake()
-    assert errors == []
+    with ThreadPool(3) as pool:
+        pool.map(work, range(3))
     assert_equal(training.tensors(), expected)
 
 
-def test_a_model_is_freed_with_its_state(device: str) -> None:
+def test_a_model_is_freed_with_its_state_or_remains_on_the_host(device: str) -> None:
     training = Training(device).step()
-    training.state.sleep()
-    training.state.wake()
+    with training.state.asleep():
+        pass
     gone = weakref.ref(training.layer.into.weight)
     state, training.layer, training.optimizer = training.state, None, None  # type: ignore[assignment]
     state._model = state._optimizers = None  # type: ignore[assignment]
     assert gone() is None
-
-
-def test_a_dropped_offloaded_state_keeps_its_model_on_the_host(device: str) -> None:
     training = Training(device).step()
     expected = copies(training.tensors())
     training.state.sleep()
@@ -769,24 +725,24 @@ def test_a_dropped_offloaded_state_keeps_its_model_on_the_host(device: str) -> N
     assert_equal(training.tensors(), expected)
 
 
-@EVERY
-@pytest.mark.parametrize("error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"])
-@pytest.mark.parametrize("call", ["sleep", "wake"])
-def test_an_error_at_any_line_loses_nothing(
-    call: str, error: Callable[[], BaseException], every: int, device: str
+def assert_errors_lose_nothing(
+    device: str, call: str, error: Callable[[], BaseException], every: int, **kept: bool
 ) -> None:
+    """Interrupts a call at its lines; the first word of `call` names the method."""
     expected = copies(Training(device).step(2).tensors())
+    method = call.partition(" ")[0]
 
     def prepared() -> Training:
-        training = Training(device).step(2)
-        with training.state.asleep():
-            pass
-        if call == "wake":
+        training = Training(device, **kept).step(2)
+        if call != "sleep the first time":
+            with training.state.asleep():
+                pass
+        if method == "wake":
             training.state.sleep()
         return training
 
     interrupted = every_interrupt(
-        prepared, lambda training: getattr(training.state, call)(), error, every=every
+        prepared, lambda training: getattr(training.state, method)(), error, every=every
     )
     for number, (training, _) in enumerate(interrupted):
         assert gc.isenabled() and torch.is_grad_enabled()
@@ -797,6 +753,20 @@ def test_an_error_at_any_line_loses_nothing(
         training.state.wake()
         assert_equal(training.tensors(), expected)
         assert_trains_on(training, steps=1)
+
+
+ERRORS = pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, out_of_memory], ids=["ctrl-c", "memory"]
+)
+
+
+@EVERY
+@ERRORS
+@pytest.mark.parametrize("call", ["sleep", "wake"])
+def test_an_error_at_any_line_loses_nothing(
+    call: str, error: Callable[[], BaseException], every: int, device: str
+) -> None:
+    assert_errors_lose_nothing(device, call, error, every)
 
 
 def test_storages_that_an_error_left_on_the_device_are_filled_again(device: str) -> None:

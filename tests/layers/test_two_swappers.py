@@ -168,21 +168,22 @@ def check(seed: int, device: str, *kinds: tuple[type[Program], str | None]) -> N
             assert torch.equal(a.cpu(), b.cpu()), case
 
 
-@pytest.mark.slow
-def test_two_models_with_swappers_train_like_resident_ones(device: str) -> None:
-    for seed in range(FIRST, FIRST + ROUNDS):
-        check(seed, device, (Program, None), (Program, None))
+@pytest.mark.parametrize(
+    ("other", "rounds"),
+    [pytest.param(Program, ROUNDS, marks=pytest.mark.slow), (Lookups, ROUNDS // 3)],
+    ids=["a swapper", "an Embedding"],
+)
+def test_two_models_train_like_resident_ones(
+    other: type[Program], rounds: int, device: str
+) -> None:
+    for seed in range(FIRST, FIRST + rounds):
+        check(seed, device, (Program, None), (other, None))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_models_of_one_mode_train_like_resident_ones(mode: str, device: str) -> None:
     for seed in range(2):
         check(seed, device, (Program, mode), (Program, mode))
-
-
-def test_a_swapper_and_an_embedding_on_two_streams_never_meet(device: str) -> None:
-    for seed in range(FIRST, FIRST + ROUNDS // 3):
-        check(seed, device, (Program, None), (Lookups, None))
 
 
 @NEEDS_GPU
