@@ -16,7 +16,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -504,15 +504,6 @@ class Program:
             getattr(self, self.done[-1])()
         self.wait()
         self.check_load(self.other(), None)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Keeps small operations from waiting for threads."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import os
-import random
 import stat
 import zlib
 from collections.abc import Callable
@@ -227,6 +226,7 @@ NO_NAME = "it has the invalid file name '"
         (file_with(name="tensors"), NO_NAME),
         (file_with(crc32c=[-1]), "its byte counts and digests must be integers from 0 on"),
         (file_with(bytes="3"), "its byte counts and digests must be integers from 0 on"),
+        (lambda content: content["files"][0]["crc32c"].append(0), "it has 1 chunks, but 2 digests"),
         (lambda content: content.update(parts=["a"]), "its 'parts' are not a dict"),
         (lambda content: content.update(version=1), "expected 'speedtorch checkpoint', version 2"),
         (lambda content: content.update(format="x"), "expected 'speedtorch checkpoint', version 2"),
@@ -243,31 +243,10 @@ def test_a_manifest_of_other_contents_is_an_error(
     rows = tracked_table()["weight"]
     speedtorch.save(tmp_path, rows=rows)
     rewrite_manifest(speedtorch.save(tmp_path, base=1, rows=rows), change)
-    expected = f"manifest.json: is damaged, or not of a speedtorch checkpoint: {message}"
+    file = "tensors-00001.safetensors" if "chunks" in message else "manifest.json"
+    expected = f"{file}: is damaged, or not of a speedtorch checkpoint: {message}"
     with pytest.raises(ValueError, match=expected):
         speedtorch.load(tmp_path, generation=2)
-
-
-def test_any_manifest_is_one_or_an_error(tmp_path: Path) -> None:
-    saved = speedtorch.save(tmp_path, a={"b": [torch.ones(3), 1.5, "x"]}, step=3)
-    path, draw = Path(saved.path) / "manifest.json", random.Random(0)
-    text = path.read_bytes()
-    loaded = 0
-    for _ in range(300):
-        changed = bytearray(text)
-        for _ in range(draw.randint(1, 4)):
-            at = draw.randrange(len(changed))
-            changed[at : at + draw.randint(0, 3)] = bytes(
-                draw.choice(b'[]{}",:0123456789ae-') for _ in range(draw.randint(0, 3))
-            )
-        path.write_bytes(changed)
-        (path.parent / "manifest.crc32").write_text(f"{zlib.crc32(changed):08x}\n")
-        try:
-            speedtorch.load(tmp_path)
-            loaded += 1
-        except (ValueError, FileNotFoundError):
-            pass
-    assert loaded < 250
 
 
 @pytest.mark.parametrize(
