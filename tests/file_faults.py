@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, combinations
@@ -50,6 +50,14 @@ def opened_as(path: Path, flags: int) -> Iterator[None]:
             os.dup2(descriptor, number)
             os.close(descriptor)
         os.close(other)
+
+
+def restore(folder: Path, names: Iterable[str], files: dict[str, bytes]) -> None:
+    """Gives those of the named files that are among `files` their contents, and removes others."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        if name in files:
+            (folder / name).write_bytes(files[name])
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> Counter[str]:

@@ -8,27 +8,18 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_faults import NEW, count_calls, fail, interrupt, replace, snapshot
+from file_faults import NEW, count_calls, fail, interrupt, replace, restore, snapshot
 from warm_python import run_warm
 
 from speedtorch.files import new_files, system_calls
 from speedtorch.files.new_files import replace_files
 
 LEFT_BEHIND = ".a.4711-0123abcd.partial"
-
-
-@pytest.fixture
-def usual_umask() -> Iterator[None]:
-    """What most users have."""
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 def test_all_files_are_replaced_or_made_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -50,15 +41,11 @@ def test_a_failing_call_leaves_old_files_or_new_ones_after_the_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, there: bool, names: tuple[str, ...]
 ) -> None:
     start = {name: f"old {name}".encode() for name in names if there}
-    for name, content in start.items():
-        (tmp_path / name).write_bytes(content)
+    restore(tmp_path, names, start)
     times = count_calls(monkeypatch, lambda: replace(tmp_path, *names))[call]
     found: list[bool] = []
     for number in range(1, times + 1):
-        for name in names:
-            (tmp_path / name).unlink(missing_ok=True)
-        for name, content in start.items():
-            (tmp_path / name).write_bytes(content)
+        restore(tmp_path, names, start)
         with monkeypatch.context() as patch:
             fail(patch, call, number)
             with pytest.raises(OSError, match="Input/output error"):
@@ -186,10 +173,7 @@ def test_an_interrupt_at_any_instruction_leaves_all_old_or_all_new_files(
     new = {name: NEW[name] for name in names}
     seen: list[dict[str, bytes]] = []
     for number in range(100_000):
-        for name in names:
-            (tmp_path / name).unlink(missing_ok=True)
-        for name, content in old.items():
-            (tmp_path / name).write_bytes(content)
+        restore(tmp_path, names, old)
         work = partial(replace, tmp_path, *names)
         interrupted = interrupt(work, number, new_files, system_calls, each="opcode")
         found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
@@ -344,19 +328,20 @@ def test_the_target_of_a_link_is_replaced_and_the_link_remains(folder: Path) -> 
     assert (folder / "a").read_bytes() == b"new link..."
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o666, 0o775], ids=oct)
-def test_a_file_keeps_who_may_read_and_write_it(folder: Path, usual_umask: None, mode: int) -> None:
-    (folder / "a").chmod(mode)
-    replace(folder, "a")
-    assert (folder / "a").stat().st_mode & 0o777 == mode
-
-
-def test_a_file_that_was_not_there_gets_the_usual_mode(tmp_path: Path, usual_umask: None) -> None:
-    replace(tmp_path, "a")
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
-
-
-# What killed processes leave behind
+@pytest.mark.parametrize("mode", [None, 0o600, 0o640, 0o664, 0o666, 0o775])
+def test_a_file_keeps_who_may_read_and_write_it_and_a_new_one_has_the_usual_mode(
+    folder: Path, mode: int | None
+) -> None:
+    if mode is None:
+        (folder / "a").unlink()
+    else:
+        (folder / "a").chmod(mode)
+    before = os.umask(0o022)
+    try:
+        replace(folder, "a")
+    finally:
+        os.umask(before)
+    assert (folder / "a").stat().st_mode & 0o777 == (0o644 if mode is None else mode)
 
 
 @pytest.mark.slow

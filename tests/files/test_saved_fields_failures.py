@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_faults import Journal, fail, interrupt, of_one_save, snapshot
+from file_faults import Journal, fail, interrupt, of_one_save, restore, snapshot
 
 from speedtorch.files import new_files, system_calls, table_files
 from speedtorch.files.table_files import open_fields, save_fields
@@ -61,10 +61,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_whole_files(
     work = partial(save_fields, path, {"weight": torch.ones(4), "exp_avg": torch.ones(4)})
     number, interrupted = 0, True
     while interrupted:
-        for name in names:
-            (tmp_path / name).unlink(missing_ok=True)
-        for name, content in old.items():
-            (tmp_path / name).write_bytes(content)
+        restore(tmp_path, names, old)
         interrupted = interrupt(work, number, new_files, table_files, system_calls, each="line")
         found = {name: data for name, data in snapshot(tmp_path).items() if name[0] != "."}
         assert found in (old, new), number

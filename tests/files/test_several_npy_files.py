@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -40,32 +41,22 @@ def test_threads_that_load_beside_others_that_save_see_one_save(tmp_path: Path) 
     table = Table(tmp_path / "t", anew=False)
     table.save(0)
     ended = threading.Event()
-    errors: list[BaseException] = []
 
     def save(first: int) -> None:
-        try:
-            for step in range(first, first + 40):
-                table.save(step)
-        except BaseException as error:
-            errors.append(error)
+        for step in range(first, first + 40):
+            table.save(step)
 
     def load(names: tuple[str, ...] | None) -> None:
-        try:
-            while not ended.is_set():
-                table.opened(names)
-        except BaseException as error:
-            errors.append(error)
+        while not ended.is_set():
+            table.opened(names)
 
-    writers = [threading.Thread(target=save, args=(first,)) for first in (1, 1001)]
-    readers = [threading.Thread(target=load, args=(names,)) for names in (None, FIELDS)]
-    for thread in writers + readers:
-        thread.start()
-    for thread in writers:
-        thread.join()
-    ended.set()
-    for thread in readers:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        writers = [threads.submit(save, first) for first in (1, 1001)]
+        readers = [threads.submit(load, names) for names in (None, FIELDS)]
+        wait(writers)
+        ended.set()
+    for work in writers + readers:
+        work.result()
     table.check_files(table.step())
 
 
