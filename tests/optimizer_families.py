@@ -66,3 +66,14 @@ def filled(switcher: Any) -> dict[str, Tensor]:
 def state_rows(switcher: Any) -> dict[str, Tensor]:
     switcher.table.settle()
     return {name: switcher.table[name].detach().cpu() for name in switcher.table.fields}
+
+
+def train_on(batch: list[int], model: Model, optimizer: Any, switcher: Any) -> None:
+    """A step with gradients of ones for the state of a batch."""
+    switcher.beforeForwardPass(batch)
+    model.users.weight.data = torch.zeros(len(batch), WIDTH)
+    gradient = torch.ones(len(batch), WIDTH)
+    sparse = isinstance(optimizer, optim.SparseAdam)
+    model.users.weight.grad = gradient.to_sparse(1) if sparse else gradient
+    optimizer.step()
+    switcher.afterOptimizerStep(batch)

@@ -53,7 +53,7 @@ def test_the_dtype_may_be_named_in_any_way(family: Any, datatype: Any) -> None:
 
 @pytest.mark.parametrize(
     ("maker", "kind"),
-    [*((maker, "Cupy") for maker in (COM, COMMM))]
+    [(COM, "Cupy"), (COMMM, "Cupy")]
     + [(maker, "Torch") for maker in (GPUPytorchCOM, CPUPytorchCOM, PytorchCOM)],
 )
 def test_counts_are_saved_and_loaded_without_an_init(maker: Any, kind: str) -> None:

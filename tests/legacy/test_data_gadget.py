@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from reference import DTYPES, as_bytes, assert_same_bytes, dtype_name, random_rows
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import speedtorch
 from speedtorch import (
@@ -20,6 +21,7 @@ from speedtorch import (
     GPUPytorchDataGadget,
     PytorchDataGadget,
 )
+from speedtorch.files.table_files import StoredField
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -107,14 +109,6 @@ def test_arrays_that_torch_cannot_share_are_copied() -> None:
         assert np.array_equal(DataGadget(source).getNumpyVersion(), source)
 
 
-def test_the_gadget_has_rows_of_its_own(family: Any) -> None:
-    for source in (torch.zeros(4, 3), np.zeros((4, 3), dtype=np.float32)):
-        gadget = family(source)
-        gadget.insertData(torch.ones(1, 3), [2])
-        assert source.sum() == 0
-        assert gadget.getNumpyVersion().sum() == 3
-
-
 def test_one_tensor_of_several_is_chosen_by_name() -> None:
     first, second = random_rows(4, (2,)), random_rows(4, (3, 2), seed=1)
     save_file({"first": first, "second": second}, "data.safetensors")
@@ -134,172 +128,111 @@ def test_rows_arrive_where_they_are_trained_on_as_a_variables_data(family: Any) 
     assert rows.device.type == WHERE
     assert rows.is_contiguous()
     assert_same_bytes(rows, data[torch.tensor([[6, 0], [6, 2]])])
-    layer = torch.nn.Embedding(2, 3, device=WHERE)
+    layer = nn.Embedding(2, 3, device=WHERE)
     layer.weight.data = rows[0]
     layer(torch.arange(2, device=WHERE)).sum().backward()
     assert_same_bytes(layer.weight, data[[6, 0]])
 
 
-# What NumPy itself is asked for, in rows `[7, 2, 3]`.
-INDICES: dict[str, Any] = {
-    "id": 3,
-    "last": -1,
-    "numpy-id": np.int64(2),
-    "ids": [6, 0, 6],
-    "negative-ids": [-1, 0, -7],
-    "no-ids": [],
-    "ids-2-d": np.array([[6, 0], [-6, 2]]),
-    "int32-negative": np.array([-1, 3], dtype=np.int32),
-    "uint8": np.array([1, 0], dtype=np.uint8),
-    "range": range(5, 0, -2),
-    "slice": slice(2, 5),
-    "slice-all": slice(None),
-    "slice-negative-step": slice(None, None, -2),
-    "slice-empty": slice(5, 2),
-    "slice-beyond": slice(-100, 100, 3),
-    "mask": np.array([True, False, True, True, False, False, True]),
-    "mask-list": [False] * 6 + [True],
-    "mask-of-none": np.zeros(7, dtype=bool),
-    "mask-2-d": np.arange(14).reshape(7, 2) % 3 == 0,
-    "mask-3-d": np.arange(42).reshape(7, 2, 3) % 5 == 0,
-    "ellipsis": ...,
-    "none": None,
-    "one-element": (1, 1, 2),
-    "rows-and-columns": ([1, 2], [0, -1]),
-    "an-element-twice": ([1, 1], [0, 0], [2, 2]),
-    "rows-columns-both": (np.array([[1], [2]]), np.array([0, 1, 0])),
-    "slices": (slice(1, 6, 2), slice(0, 1)),
-    "slice-and-column": (slice(None), -1),
-    "ids-and-slice": ([5, 1], slice(None), [2, 0]),
-    "ellipsis-and-column": (..., 0),
-    "new-axis": (None, [1, 2]),
-    "mask-and-column": (np.arange(7) > 4, 1),
-}
+def random_ids(draw: Random, size: int) -> Any:
+    """An index of NumPy for one axis; a few are out of range or have another size."""
+    is_wrong = draw.random() < 0.03
+    places = [*range(-size, size), *([draw.choice([size, -size - 1, 2**40, -(2**63)])] * is_wrong)]
+    count = draw.choice([1, 1, 3, 20]) if places else 0
+    ids = np.array(draw.choices(places, k=count) if places else [], np.int64)
+    mask = np.array([draw.random() < 0.5 for _ in range(size + is_wrong)], bool)
+    bounds = [draw.choice([None, draw.randint(-2 * size, 2 * size)]) for _ in range(2)]
+    choices = [ids, ids.tolist(), [], mask, mask.tolist(), range(size)[::-2], slice(None)]
+    choices += [slice(*bounds, draw.choice([None, 2, -1, -3])), ids.astype(np.int32)]
+    choices += [(ids % max(size, 1)).astype(np.uint8), np.array([ids, ids]), ids[:, None]]
+    choices += [int(ids[0]), ids[0]] if count else []
+    return draw.choice(choices)
 
 
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
-def test_an_index_means_what_it_means_to_numpy(family: Any, index: Any) -> None:
-    expected = random_rows(7, (2, 3))
-    gadget = family(expected.clone())
-    values = torch.from_numpy(np.array(expected.numpy()[index]))
-    rows = gadget.getData(indexes=index)
-    assert rows.device.type == WHERE
-    assert_same_bytes(rows, values)
-    rows.zero_()
-    assert_same_bytes(all_rows(gadget), expected)  # what comes out is a copy
-    new = random_rows(values.numel(), (), seed=1).reshape(values.shape)
-    expected.numpy()[index] = new.numpy()
-    gadget.insertData(new.to(WHERE), indexes=index)
-    assert_same_bytes(all_rows(gadget), expected)
+def random_index(draw: Random, shape: tuple[int, ...]) -> Any:
+    if (kind := draw.randrange(6)) < 2:
+        return random_ids(draw, shape[0])
+    if kind == 2:
+        return np.random.default_rng(draw.randrange(99)).random(shape) < 0.5
+    if kind == 3:
+        return draw.choice([None, ..., 2**40])
+    index = [random_ids(draw, size) for size in (*shape, 1)[: draw.randint(1, len(shape))]]
+    if draw.random() < 0.3:
+        index.insert(draw.randint(0, len(index)), draw.choice([None, ..., 0]))
+    return tuple(index)
 
 
-TENSORS: dict[str, Tensor] = {
-    "ids": torch.tensor([[6, -1], [0, -7]]),
-    "int32": torch.tensor([-1, 3], dtype=torch.int32),
-    "mask": torch.tensor([True, False] * 3 + [True]),
-    "scalar": torch.tensor(-2),
-}
+def forms_of(values: Tensor) -> list[Any]:
+    """The same values as variables and arrays hold them."""
+    trains = values.is_floating_point()
+    spread = values[..., None].expand(*values.shape, 2)[..., 0]
+    return [values, values.to(WHERE), values.numpy(), nn.Parameter(values, trains), spread]
 
 
-@pytest.mark.parametrize("index", TENSORS.values(), ids=TENSORS.keys())
-def test_an_index_may_be_a_tensor_on_either_device(family: Any, index: Tensor) -> None:
-    data = random_rows(7, (3,))
-    gadget = family(data)
-    expected = torch.from_numpy(np.array(data.numpy()[index.numpy()]))
-    for given in (index, index.to(WHERE)):
-        assert_same_bytes(gadget.getData(given), expected)
-        gadget.insertData(expected.to(WHERE), given)
-    assert_same_bytes(all_rows(gadget), data)
-
-
-def test_one_row_is_repeated_as_numpy_repeats_it(family: Any) -> None:
-    expected = random_rows(7, (3,))
-    gadget = family(expected.clone())
-    gadget.insertData(expected[:1].clone(), [2, -1])
-    expected[[2, -1]] = expected[:1].clone()
-    assert_same_bytes(all_rows(gadget), expected)
-
-
-CASTS: dict[str, tuple[torch.dtype, torch.dtype]] = {
-    "wider": (torch.float32, torch.float64),
-    "narrower": (torch.float64, torch.float32),
-    "half": (torch.float32, torch.float16),
-    "to-whole-numbers": (torch.float32, torch.int64),
-    "of-whole-numbers": (torch.int64, torch.float32),
-    "to-fewer-bits": (torch.int64, torch.uint8),
-    "to-bool": (torch.float32, torch.bool),
-    "to-complex": (torch.float32, torch.complex64),
-    "to-real": (torch.complex64, torch.float32),
-}
+CASTS: list[tuple[torch.dtype, torch.dtype]] = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.int64),
+    (torch.int64, torch.float32),
+    (torch.int64, torch.uint8),
+    (torch.float32, torch.bool),
+    (torch.float32, torch.complex64),
+    (torch.complex64, torch.float32),
+]
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@pytest.mark.parametrize("index", [[5, -1], (slice(1, 3), slice(0, 3))], ids=["ids", "parts"])
-@pytest.mark.parametrize(("given", "held"), CASTS.values(), ids=CASTS)
-def test_values_of_another_dtype_are_cast_as_numpy_casts_them(
-    family: Any, given: torch.dtype, held: torch.dtype, index: Any
+@pytest.mark.parametrize(("given", "held"), CASTS)
+def test_calls_do_what_they_do_to_an_array_of_numpy(
+    family: Any, given: torch.dtype, held: torch.dtype
 ) -> None:
-    rows = torch.tensor([[0.1, 1.75, 2.5], [3.0, 260.0, 0.0]]).to(given)
-    expected = (torch.arange(21) % 2).view(7, 3).to(held)
-    gadget = family(expected.clone())
-    expected.numpy()[index] = rows.numpy()
-    gadget.insertData(rows.to(WHERE), index)
-    assert_same_bytes(all_rows(gadget), expected)
-    gadget.insertData(rows.numpy(), index)
-    assert_same_bytes(all_rows(gadget), expected)
+    draw, raised = Random(f"{given} {held}"), 0
+    for number in range(20):
+        shape = draw.choice(SHAPES)
+        source = random_rows(shape[0], shape[1:], held, seed=number)
+        array = source.numpy().copy()
+        gadget = family(draw.choice(forms_of(source)))
+        for _ in range(3):
+            index = random_index(draw, shape)
+            forms = [index]
+            if isinstance(index, np.ndarray | np.integer):
+                forms += [torch.tensor(index), torch.tensor(index, device=WHERE)]
+            try:
+                expected = np.array(array[index])
+            except IndexError:
+                raised += 1
+                with pytest.raises(IndexError):
+                    gadget.getData(draw.choice(forms[:2]))  # a GPU would tell later
+                with pytest.raises(IndexError):
+                    gadget.insertData(torch.tensor(0.0), draw.choice(forms[:2]))
+                continue
+            found = gadget.getData(indexes=draw.choice(forms))
+            assert found.device.type == WHERE
+            assert_same_bytes(found, torch.from_numpy(expected))
+            found.zero_()  # a copy
+            new = torch.tensor(draw.choices([0.1, 1.75, 2.5, 3.0, 260.0, 0.0], k=expected.size))
+            new = new.to(given).reshape(expected.shape)
+            if expected.ndim and len(expected) and draw.random() < 0.3:
+                new = new[draw.choice([0, slice(1)])]  # which is repeated
+            array[index] = new.numpy()
+            gadget.insertData(draw.choice(forms_of(new)), indexes=draw.choice(forms))
+            assert_same_bytes(all_rows(gadget), torch.from_numpy(array))
+        assert_same_bytes(source, random_rows(shape[0], shape[1:], held, seed=number))
+    assert raised
 
 
-def test_rows_of_float32_go_into_the_doubles_of_numpy(tmp_path: Path) -> None:
-    """As programs of 2019 do, whose np.random.rand gives doubles."""
-    np.save(tmp_path / "data.npy", np.random.default_rng(0).random((7, 3)))
-    gadget = DataGadgetMM(str(tmp_path / "data.npy"))
-    gadget.gadgetInit()
-    gadget.insertData(torch.full((1, 3), 0.1, device=WHERE), [2])
-    found = np.load(tmp_path / "data.npy")
-    assert found.dtype == np.float64
-    assert found[2].tolist() == [float(np.float32(0.1))] * 3
-
-
-BAD_INDICES: dict[str, tuple[Any, type[Exception]]] = {
-    "too-many-axes": ((0, 0, 0), IndexError),
-    "column-out-of-range": (([0], [3]), IndexError),
-    "mask-too-short": ([True, False], IndexError),
-    "mask-of-another-shape": (np.ones((7, 2), dtype=bool), IndexError),
-    "fractions": ([0.5], TypeError),
-    "words": ("weight", TypeError),
-}
-
-
-@pytest.mark.parametrize(("index", "error"), BAD_INDICES.values(), ids=BAD_INDICES.keys())
-def test_an_index_that_numpy_refuses_changes_nothing(
-    family: Any, index: Any, error: type[Exception]
-) -> None:
-    data = random_rows(7, (3,))
-    gadget = family(data)
-    with pytest.raises(error):
-        gadget.getData(index)
-    with pytest.raises(error):
-        gadget.insertData(torch.tensor(0.0), index)
-    assert_same_bytes(all_rows(gadget), data)
-
-
-def test_the_rows_have_the_name_that_scripts_of_2019_used() -> None:
+def test_the_rows_and_ids_have_the_names_that_scripts_of_2019_used() -> None:
     np.save("data.npy", np.arange(6.0).reshape(3, 2))
     for maker in (DataGadget, DataGadgetMM):
         gadget = maker("data.npy")
-        assert gadget.CUPYcorpus.shape == (3, 2)
         gadget.CUPYcorpus[0] = -1
-        assert gadget.getNumpyVersion()[0].tolist() == [-1, -1]
-
-
-def test_a_mapped_gadget_names_its_ids_as_in_2019() -> None:
-    data = np.arange(12.0).reshape(4, 3)
-    np.save("data.npy", data)
-    gadget = DataGadgetMM("data.npy")
-    ids, more = np.array([[3], [0]]), np.array([-1])
-    assert np.array_equal(gadget.getData(retrievedPosIndexes=ids).cpu(), data[ids])
+        assert gadget.getNumpyVersion().tolist() == [[-1, -1], [2, 3], [4, 5]]
+    ids, more = np.array([[2], [0]]), np.array([-1])
+    assert gadget.getData(retrievedPosIndexes=ids).tolist() == [[[4, 5]], [[-1, -1]]]
     both = gadget.getData(retrievedPosIndexes=ids, retrievedNegIndexes=more)
-    assert np.array_equal(both.cpu(), data[[3, 0, -1]])
+    assert both.tolist() == [[4, 5], [-1, -1], [4, 5]]
 
 
 def test_negatives_follow_the_positives(family: Any) -> None:
@@ -308,33 +241,6 @@ def test_negatives_follow_the_positives(family: Any) -> None:
     assert_same_bytes(gadget.getData([1], torch.tensor([[2], [3]])), data[[1, 2, 3]])
     gadget.insertData(data[[4, 5, 6]].clone(), [1], [2, 3])
     assert_same_bytes(all_rows(gadget), data[[0, 4, 5, 6, 4, 5, 6]])
-
-
-@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 3, 7, 20])
-def test_any_number_of_rows_is_inserted_and_the_last_of_an_id_wins(
-    family: Any, count: int, shape: tuple[int, ...]
-) -> None:
-    data = random_rows(shape[0], shape[1:])
-    gadget = family(data)
-    ids = [(5 * position + 2) % 7 for position in range(count)]
-    new = random_rows(count, shape[1:], seed=1)
-    gadget.insertData(new.to(WHERE), ids)
-    expected = data.clone()
-    for row, values in zip(ids, new, strict=True):
-        expected[row] = values
-    assert_same_bytes(all_rows(gadget), expected)
-
-
-def test_rows_are_inserted_from_a_variable_an_array_and_a_cpu_tensor(family: Any) -> None:
-    gadget = family(torch.zeros(4, 2))
-    gadget.insertData(torch.nn.Parameter(torch.full((1, 2), 1.0, device=WHERE)), [0])
-    gadget.insertData(np.full((1, 2), 2.0, dtype=np.float32), [1])
-    gadget.insertData(torch.full((2, 1), 3.0).t(), [2])
-    assert all_rows(gadget)[:, 0].tolist() == [1, 2, 3, 0]
-
-
-# Files
 
 
 @pytest.mark.parametrize("name", ["saved", "saved.npy", "saved.safetensors"])
@@ -407,30 +313,15 @@ def test_a_mapped_gadget_takes_another_file_and_saves_a_copy() -> None:
         _ = gadget.table
 
 
-# Refusals
-
-
-@pytest.mark.parametrize("bad", [-8, 7, 2**40, -(2**63)])
-def test_an_id_out_of_range_changes_nothing_and_the_next_call_works(family: Any, bad: int) -> None:
-    data = random_rows(7, (3,))
-    gadget = family(data)
-    with pytest.raises(IndexError):
-        gadget.getData([1, bad])
-    with pytest.raises(IndexError):
-        gadget.insertData(torch.zeros(2, 3), [1, bad])
-    assert_same_bytes(all_rows(gadget), data)
-    assert_same_bytes(gadget.getData([1]), data[[1]])
-
-
 def test_a_failed_read_does_not_change_the_gadget(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("other.npy", np.ones((9, 9)))
     gadget = DataGadget(np.zeros((3, 2)))
     gadget.gadgetInit()
 
-    def fail(*_: object) -> None:
+    def read_into(*_: object) -> None:
         raise OSError("pretended")
 
-    monkeypatch.setattr("speedtorch.files.table_files.StoredField.read_into", fail)
+    monkeypatch.setattr(StoredField, "read_into", read_into)
     with pytest.raises(OSError, match="pretended"):
         gadget.loadCupy("other.npy")
     assert all_rows(gadget).tolist() == [[0, 0]] * 3

@@ -116,38 +116,18 @@ def test_a_script_of_2019_runs_and_learns(make: Any, CPUPinn: bool, device: str)
     assert last < 0.9 * first
 
 
+ARGUMENTS = {
+    "ModelFactory": "model_variable total_classes embed_dimension datatype",
+    "OptimizerFactory": "given_optimizer total_classes embed_dimension model variable_name dtype",
+    "DataGadget": "fileName",
+    "COM": "total_classes datatype",
+}
+PLACES = {"": " CPUPinn", "GPUPytorch": "", "CPUPytorch": "", "Pytorch": " deviceType pinType"}
 EXPECTED = {
-    "ModelFactory": "model_variable total_classes embed_dimension datatype CPUPinn",
-    "GPUPytorchModelFactory": "model_variable total_classes embed_dimension datatype",
-    "CPUPytorchModelFactory": "model_variable total_classes embed_dimension datatype",
-    "PytorchModelFactory": (
-        "model_variable total_classes embed_dimension datatype deviceType pinType"
-    ),
+    f"{place}{kind}": ARGUMENTS[kind] + PLACES[place] for kind in ARGUMENTS for place in PLACES
+}
+EXPECTED |= {f"{kind}MM": f"{arguments} CPUPinn" for kind, arguments in ARGUMENTS.items()} | {
     "ModelFactoryMM": "model_variable total_classes embed_dimension diskname datatype CPUPinn",
-    "OptimizerFactory": (
-        "given_optimizer total_classes embed_dimension model variable_name dtype CPUPinn"
-    ),
-    "GPUPytorchOptimizerFactory": (
-        "given_optimizer total_classes embed_dimension model variable_name dtype"
-    ),
-    "CPUPytorchOptimizerFactory": (
-        "given_optimizer total_classes embed_dimension model variable_name dtype"
-    ),
-    "PytorchOptimizerFactory": (
-        "given_optimizer total_classes embed_dimension model variable_name dtype deviceType pinType"
-    ),
-    "OptimizerFactoryMM": (
-        "given_optimizer total_classes embed_dimension model variable_name dtype CPUPinn"
-    ),
-    "DataGadget": "fileName CPUPinn",
-    "GPUPytorchDataGadget": "fileName",
-    "CPUPytorchDataGadget": "fileName",
-    "PytorchDataGadget": "fileName deviceType pinType",
-    "DataGadgetMM": "fileName CPUPinn",
-    "COM": "total_classes datatype CPUPinn",
-    "GPUPytorchCOM": "total_classes datatype",
-    "CPUPytorchCOM": "total_classes datatype",
-    "PytorchCOM": "total_classes datatype deviceType pinType",
     "COMMM": "total_classes diskname datatype CPUPinn",
 }
 DEFAULTS = {

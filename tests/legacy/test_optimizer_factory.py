@@ -7,12 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_families import FAMILIES, ROWS, WIDTH, Model, build, filled, started, state_rows
+from optimizer_families import (
+    FAMILIES,
+    ROWS,
+    WIDTH,
+    Model,
+    build,
+    filled,
+    started,
+    state_rows,
+    train_on,
+)
 from reference import assert_same_bytes, assert_same_content, random_rows
 from torch import optim
 
 import speedtorch
-from speedtorch import HostTable, ModelFactory, OptimizerFactory
+from speedtorch import OptimizerFactory
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -60,11 +70,7 @@ def test_every_row_starts_as_the_optimizer_creates_it(family: Any, device: str) 
 def test_the_step_count_goes_on_from_batch_to_batch_and_over_an_init() -> None:
     model, optimizer, switcher = started()
     for batch in ([1, 2, 3], [4], [5, 6]):
-        switcher.beforeForwardPass(batch)
-        model.users.weight.data = torch.zeros(len(batch), WIDTH)
-        model.users.weight.grad = torch.ones(len(batch), WIDTH)
-        optimizer.step()
-        switcher.afterOptimizerStep(batch)
+        train_on(batch, model, optimizer, switcher)
     switcher.optInit()
     switcher.beforeForwardPass([0])
     assert optimizer.state[model.users.weight]["step"].item() == 3
@@ -104,31 +110,8 @@ def test_variables_are_found_by_their_name_with_or_without_weight(name: str) -> 
 
 def test_an_optimizer_without_state_has_nothing_to_exchange(family: Any) -> None:
     model, optimizer, switcher = started(family, lambda p: optim.SGD(p, lr=0.1))
-    switcher.beforeForwardPass([1, 2])
-    model.users.weight.grad = torch.ones(3, WIDTH)
-    optimizer.step()
-    switcher.afterOptimizerStep([1, 2])
+    train_on([1, 2], model, optimizer, switcher)
     assert switcher.getNumpyVersion() == {}
-
-
-def test_one_table_holds_weight_and_state_of_a_row_side_by_side(device: str) -> None:
-    model, optimizer = build(device=device)
-    table = HostTable(ROWS, WIDTH, state=("exp_avg", "exp_inf"))
-    weights = ModelFactory(model.users, ROWS, WIDTH, table=table)
-    states = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users", table=table)
-    weights.uniformDistributionInit(-1, 1)
-    states.optInit()
-    record = table.record.clone()
-    weights.beforeForwardPass([4, 2])
-    states.beforeForwardPass([4, 2])
-    model.users(torch.arange(2, device=device)).sum().backward()
-    optimizer.step()
-    weights.afterOptimizerStep([4, 2])
-    states.afterOptimizerStep([4, 2])
-    table.settle()
-    changed = (table.record != record).all(1)
-    assert changed.nonzero().flatten().tolist() == [2, 4]
-    assert (table["exp_inf"][[2, 4]] == 1).all()
 
 
 def test_state_that_a_third_party_optimizer_keeps_per_row_is_exchanged() -> None:
@@ -149,43 +132,7 @@ def test_state_that_a_third_party_optimizer_keeps_per_row_is_exchanged() -> None
 
     model, optimizer, switcher = started(OptimizerFactory, RowNorms, CPUPinn=True)
     for batch in ([1, 2], [2, 3]):
-        switcher.beforeForwardPass(batch)
-        model.users.weight.data = torch.zeros(2, WIDTH)
-        model.users.weight.grad = torch.ones(2, WIDTH)
-        optimizer.step()
-        switcher.afterOptimizerStep(batch)
+        train_on(batch, model, optimizer, switcher)
     norms = switcher.getNumpyVersion()["norm"]
     assert norms.dtype == np.float64
     assert norms[:5].flatten().tolist() == [0, 5, 10, 5, 0]
-
-
-@pytest.mark.parametrize("foreach", [False, True, None], ids=["single", "foreach", "default"])
-def test_sgd_with_nesterov_momentum_trains_as_torchs_own(foreach: Any, device: str) -> None:
-    def make(parameters: Any) -> optim.Optimizer:
-        return optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
-
-    model, optimizer = build(make, device)
-    first = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
-    rows = torch.nn.Parameter(first.to(device))
-    plain = make([rows])
-    weights = ModelFactory(model.users, ROWS, WIDTH)
-    weights.zerosInit()
-    weights.getCupyVar().copy_(rows.detach())
-    states = OptimizerFactory(optimizer, ROWS, WIDTH, model, "users")
-    states.optInit()
-    ids = list(reversed(range(ROWS)))
-    for _ in range(4):
-        weights.beforeForwardPass(ids)
-        states.beforeForwardPass(ids)
-        optimizer.zero_grad()
-        model.users(torch.arange(ROWS, device=device)).square().sum().backward()
-        optimizer.step()
-        weights.afterOptimizerStep(ids)
-        states.afterOptimizerStep(ids)
-        plain.zero_grad()
-        rows.square().sum().backward()
-        plain.step()
-    momenta = plain.state[rows]["momentum_buffer"]
-    speedtorch.synchronize()
-    assert_same_bytes(weights.getCupyVar(), rows.detach())
-    assert_same_bytes(state_rows(states)["momentum_buffer"], momenta)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from optimizer_families import ROWS, WIDTH, build, started, state_rows
+from optimizer_families import ROWS, WIDTH, build, started, state_rows, train_on
 from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, optim
 
@@ -35,13 +36,7 @@ def trained(make: Any, maker: Any) -> tuple[Any, dict[str, Any]]:
     """A switcher after two steps, and the optimizer's state of the last batch."""
     model, optimizer, switcher = started(maker, make)
     for batch in ([1, 2, 3], [4, 1]):
-        switcher.beforeForwardPass(batch)
-        model.users.weight.data = torch.zeros(len(batch), WIDTH)
-        gradient = torch.ones(len(batch), WIDTH)
-        sparse = isinstance(optimizer, optim.SparseAdam)
-        model.users.weight.grad = gradient.to_sparse(1) if sparse else gradient
-        optimizer.step()
-        switcher.afterOptimizerStep(batch)
+        train_on(batch, model, optimizer, switcher)
     return switcher, optimizer.state[model.users.weight]
 
 
@@ -116,7 +111,7 @@ def test_npy_files_are_named_after_the_state() -> None:
 def test_a_file_of_another_optimizer_changes_nothing() -> None:
     trained(optim.NAdam, OptimizerFactory)[0].saveCupy("other.safetensors")
     switcher, state = trained(optim.Adamax, OptimizerFactory)
-    before = {name: rows.clone() for name, rows in state_rows(switcher).items()}
+    before = copy.deepcopy(state_rows(switcher))
     with pytest.raises(ValueError, match=r"contain .*exp_inf.*, got exp_avg .*mu_product"):
         switcher.loadCupy("other.safetensors")
     assert state["step"].item() == 2

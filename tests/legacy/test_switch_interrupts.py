@@ -7,7 +7,7 @@ once without it; everything afterwards equals one of the two bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ROWS, WIDTH = 9, 2
-BATCHES = ([1, 4, 2], [4, 7], [2, 7, 1, 0])
+BATCHES = [torch.tensor(ids) for ids in ([1, 4, 2], [4, 7], [2, 7, 1, 0])]
 CALLS = ("weights_out", "state_out", "learn", "weights_back", "state_back")
 
 
@@ -62,13 +62,10 @@ class Training:
         (self.model.rows(places) - targets(batch)).square().sum().backward()
         self.optimizer.step()
 
-    def step(self, batch: int, *, without: str = "", until: str = "", after: str = "") -> None:
+    def step(self, batch: int, calls: Sequence[str] = CALLS) -> None:
         """A step, or a part of it."""
-        begin = CALLS.index(after) + 1 if after else 0
-        end = CALLS.index(until) + 1 if until else len(CALLS)
-        for name in CALLS[begin:end]:
-            if name != without:
-                getattr(self, name)(batch)
+        for name in calls:
+            getattr(self, name)(batch)
 
     def scalars(self) -> dict[str, Any]:
         state = self.optimizer.state.get(self.parameter, {})
@@ -89,27 +86,25 @@ class InPlace(Training):
 
     def weights_out(self, batch: int) -> None:
         self.parameter.grad = None
-        self.parameter.data = self.weight.index_select(0, torch.tensor(BATCHES[batch]))
+        self.parameter.data = self.weight.index_select(0, BATCHES[batch])
         self.before = self.parameter.data.clone()
 
     def state_out(self, batch: int) -> None:
-        ids = torch.tensor(BATCHES[batch])
         kept = self.scalars() or {"step": torch.tensor(0.0)}
-        taken = {name: rows.index_select(0, ids) for name, rows in self.state.items()}
+        taken = {name: rows.index_select(0, BATCHES[batch]) for name, rows in self.state.items()}
         self.optimizer.state[self.parameter] = kept | taken
 
     def weights_back(self, batch: int) -> None:
-        ids = torch.tensor(BATCHES[batch])
         rows = self.parameter.detach()
         if self.sums:
-            self.weight.index_add_(0, ids, rows - self.before)
+            self.weight.index_add_(0, BATCHES[batch], rows - self.before)
         else:
-            self.weight.index_copy_(0, ids, rows)
+            self.weight.index_copy_(0, BATCHES[batch], rows)
 
     def state_back(self, batch: int) -> None:
         state = self.optimizer.state[self.parameter]
         for name, rows in self.state.items():
-            rows.index_copy_(0, torch.tensor(BATCHES[batch]), state[name])
+            rows.index_copy_(0, BATCHES[batch], state[name])
 
     def look(self) -> dict[str, Tensor]:
         return {"weight": self.weight, **self.state}
@@ -193,15 +188,6 @@ INTERRUPTED = [
 ]
 
 
-def at_call(make: Callable[[], Factories], call: str) -> Factories:
-    """A training that has come to a call in its second batch."""
-    training = make()
-    training.step(0)
-    for name in CALLS[: CALLS.index(call)]:
-        getattr(training, name)(1)
-    return training
-
-
 @pytest.fixture(autouse=True)
 def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared table makes plans on the CPU, too."""
@@ -216,7 +202,10 @@ def interrupts(
     make: Any, call: str, error: type[BaseException], files: frozenset[str] = SWITCH
 ) -> Iterator[tuple[Factories, Lines]]:
     def prepare() -> Factories:
-        return at_call(make, call)
+        training: Factories = make()
+        training.step(0)
+        training.step(1, CALLS[: CALLS.index(call)])
+        return training
 
     return every_interrupt(prepare, lambda switcher: getattr(switcher, call)(1), error, files=files)
 
@@ -227,11 +216,11 @@ def expected(sums: bool, call: str, *, done: bool, rest: bool, more: bool) -> di
 
     The calls after it are made if `rest` says so, and a third batch's if `more` does.
     """
-    judge = InPlace(sums)
+    judge, at = InPlace(sums), CALLS.index(call)
     judge.step(0)
-    judge.step(1, until=call, without="" if done else call)
+    judge.step(1, CALLS[: at + done])
     if rest:
-        judge.step(1, after=call)
+        judge.step(1, CALLS[at + 1 :])
     if more:
         judge.step(2)
     return everything(judge)
@@ -276,7 +265,7 @@ def test_an_interrupted_call_can_be_made_again(make: Any, call: str) -> None:
         except RuntimeError as error:  # of sums that were added before the interrupt
             assert "requires beforeForwardPass" in str(error)
             assert training.weights.sumDuplicates
-        training.step(1, after=call)
+        training.step(1, CALLS[CALLS.index(call) + 1 :])
         training.step(2)
         sums = training.weights.sumDuplicates
         judge = expected(sums, call, done=True, rest=True, more=True)
