@@ -19,6 +19,8 @@ from benchmarks import bench_ngram_tables, plots, report, targets
 from benchmarks.marked_text import between
 
 ROOT = Path(__file__).parents[2]
+Results = tuple[Path, dict[str, Any], str]
+"""The folder, the results by stem and what was printed."""
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -33,8 +35,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """The folder, the results by stem and what was printed."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("results")
     done = run("--small", OUT=str(folder))
     assert done.returncode == 0, done.stderr
@@ -42,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 @pytest.mark.examples
-def test_every_benchmark_writes_its_results(results: tuple[Path, dict[str, Any], str]) -> None:
+def test_every_benchmark_writes_its_results(results: Results) -> None:
     folder, by_stem, _ = results
     assert tuple(by_stem) == report.STEMS
     for stem, result in by_stem.items():
@@ -56,7 +57,7 @@ def test_every_benchmark_writes_its_results(results: tuple[Path, dict[str, Any],
 
 
 @pytest.mark.examples
-def test_pictures_are_drawn_of_every_curve(results: tuple[Path, dict[str, Any], str]) -> None:
+def test_pictures_are_drawn_of_every_curve(results: Results) -> None:
     folder, by_stem, _ = results
     assert (folder / f"{plots.STEP_TIMES}.png").read_bytes().startswith(b"\x89PNG")
     for stem in plots.PICTURES:
@@ -86,7 +87,7 @@ def test_a_legend_covers_no_curve(stem: str) -> None:
 
 
 @pytest.mark.examples
-def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> None:
+def test_every_target_has_a_line(results: Results) -> None:
     _, by_stem, printed = results
     all_targets = targets.targets(by_stem)
     assert len(all_targets) > 60
@@ -97,9 +98,7 @@ def test_every_target_has_a_line(results: tuple[Path, dict[str, Any], str]) -> N
 
 
 @pytest.mark.examples
-def test_the_table_of_ngram_tables_has_both_cases(
-    results: tuple[Path, dict[str, Any], str],
-) -> None:
+def test_the_table_of_ngram_tables_has_both_cases(results: Results) -> None:
     lines = report.ngram_table(results[1]).splitlines()
     assert lines[0].startswith("A step of 64 tokens of a GPT with 32,384 dense parameters")
     assert lines[2].count("rows x 128 bfloat16") == 2
@@ -108,9 +107,7 @@ def test_the_table_of_ngram_tables_has_both_cases(
 
 
 @pytest.mark.examples
-def test_the_table_of_the_recommender_has_each_way(
-    results: tuple[Path, dict[str, Any], str],
-) -> None:
+def test_the_table_of_the_recommender_has_each_way(results: Results) -> None:
     lines = report.recommender_table(results[1]).splitlines()
     assert lines[0].startswith("training steps of a DLRM: 26 tables, 6,776 rows of 32 float32")
     ways = [line.split(" | ")[0] for line in lines[4:]]
@@ -127,9 +124,7 @@ def test_the_lines_of_each_way_are_counted() -> None:
 
 
 @pytest.mark.examples
-def test_the_table_of_training_states_has_each_way(
-    results: tuple[Path, dict[str, Any], str],
-) -> None:
+def test_the_table_of_training_states_has_each_way(results: Results) -> None:
     lines = report.sleep_table(results[1]).splitlines()
     assert lines[0].startswith("0.00 GB in 510 tensors")
     assert [line.split(" | ")[0] for line in lines[4:7]] == [
@@ -147,9 +142,7 @@ def test_the_table_of_training_states_has_each_way(
 
 
 @pytest.mark.examples
-def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(
-    results: tuple[Path, dict[str, Any], str],
-) -> None:
+def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(results: Results) -> None:
     lines = report.state_table(results[1]).splitlines()
     assert lines[0].startswith("a step of AdamW with ")
     assert [line.split(" | ")[0] for line in lines[4:7]] == [
@@ -164,7 +157,7 @@ def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(
 
 
 @pytest.mark.examples
-def test_the_table_of_shards_has_each_way(results: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_table_of_shards_has_each_way(results: Results) -> None:
     lines = report.sharded_table(results[1]).splitlines()
     assert [line.split(" | ")[0] for line in lines[4:]] == [
         "| FSDP2, all on the GPUs",
@@ -179,9 +172,7 @@ def test_the_table_of_shards_has_each_way(results: tuple[Path, dict[str, Any], s
 
 
 @pytest.mark.examples
-def test_the_table_of_checkpoints_has_each_figure(
-    results: tuple[Path, dict[str, Any], str],
-) -> None:
+def test_the_table_of_checkpoints_has_each_figure(results: Results) -> None:
     lines = report.checkpoints_table(results[1]).splitlines()
     assert len(lines) == 4 + 12
     assert lines[6].startswith("| save: speedtorch.save | ")

@@ -46,22 +46,15 @@ def symbols(*options: str) -> list[tuple[str, str]]:
 
 
 @needs("nm")
-def test_no_symbol_of_torch_but_its_c_interface_is_needed() -> None:
-    names = [name for _, name in symbols("--undefined-only")]
-    assert any(name.startswith("aoti_torch_") for name in names)
-    assert [name for name in names if re.search(r"\b(at|c10|torch)::", name)] == []
-
-
-@needs("nm")
-def test_no_symbol_of_cuda_is_needed() -> None:
-    names = [name for _, name in symbols("--undefined-only")]
-    assert [name for name in names if re.match(r"(__)?cu(da)?[A-Z]", name)] == []
-
-
-@needs("nm")
-def test_no_symbol_of_python_is_needed_outside_python() -> None:
-    needed = [name for kind, name in symbols("--undefined-only") if kind == "U"]
-    assert [name for name in needed if re.match(r"_?Py", name)] == []
+@pytest.mark.parametrize(
+    "needed",
+    [r"\w .*\b(at|c10|torch)::", r"\w (__)?cu(da)?[A-Z]", r"U _?Py"],  # U: also outside Python
+    ids=["torch", "cuda", "python"],
+)
+def test_of_torch_alone_symbols_are_needed_and_these_are_of_its_c_interface(needed: str) -> None:
+    names = [f"{kind} {name}" for kind, name in symbols("--undefined-only")]
+    assert any(name.startswith("U aoti_torch_") for name in names)
+    assert [name for name in names if re.match(needed, name)] == []
 
 
 @pytest.mark.slow

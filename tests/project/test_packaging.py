@@ -110,30 +110,20 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_the_source_archive_holds_every_file_that_the_build_and_the_tests_read(
+def test_the_source_archive_holds_every_file_that_is_read_and_none_that_is_built(
     sdist: Path, checkout: Path
 ) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    patterns = [
-        "csrc/**/*.*",
-        "speedtorch/**/*.py",
-        "tests/**/*.py",
-        "notebooks/*.ipynb",
-        "benchmarks/*.py",
-    ]
+    patterns = ["csrc/**/*.*", "speedtorch/**/*.py", "tests/**/*.py", "notebooks/*.ipynb"]
+    patterns.append("benchmarks/*.py")
     expected = {
         str(path.relative_to(checkout)) for line in patterns for path in checkout.glob(line)
     }
     expected |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "LICENSE"}
     expected |= {"speedtorch/py.typed", "CONTRIBUTING.md", "CITATION.cff", "docs/journeys.md"}
     assert expected - names == set()
-
-
-def test_the_source_archive_holds_nothing_built(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        built = (".so", ".o", ".pyc")
-        assert [name for name in archive.getnames() if name.endswith(built)] == []
+    assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
 
 
 def test_the_metadata_of_a_wheel_is_made_without_torch(checkout: Path) -> None:
@@ -142,26 +132,17 @@ def test_the_metadata_of_a_wheel_is_made_without_torch(checkout: Path) -> None:
     assert "\nName: speedtorch\n" in metadata and "\nRequires-Dist: torch>=2.11\n" in metadata
 
 
-def test_one_wheel_serves_every_python_from_3_10_on(wheel: Path) -> None:
+def test_one_wheel_for_every_python_holds_the_library_and_every_module(
+    wheel: Path, checkout: Path
+) -> None:
     assert wheel.name.startswith("speedtorch-1.0.0.dev0-cp310-abi3-linux_")
-
-
-def test_the_wheel_holds_the_library_and_no_source_of_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert [name for name in names if name.endswith(".so")] == ["speedtorch/_C.abi3.so"]
-    assert {"speedtorch/py.typed", "speedtorch/__init__.py"} <= set(names)
-    assert {name.split("/")[0] for name in names} == {
-        "speedtorch",
-        "speedtorch-1.0.0.dev0.dist-info",
-    }
-
-
-def test_the_wheel_holds_every_module_of_the_package(wheel: Path, checkout: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    modules = (checkout / "speedtorch").rglob("*.py")
-    assert {str(path.relative_to(checkout)) for path in modules} - names == set()
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"speedtorch", "speedtorch-1.0.0.dev0.dist-info"}
+    modules = {str(path.relative_to(checkout)) for path in (checkout / "speedtorch").rglob("*.py")}
+    assert {*modules, "speedtorch/py.typed"} - {*names} == set()
 
 
 def test_an_installed_wheel_says_where_the_demonstrations_are(installed: Path) -> None:
@@ -203,19 +184,6 @@ def test_info_says_which_kernels_were_built(
     assert any(line.split(maxsplit=1) == ["kernels", kernels] for line in table)
 
 
-def test_a_type_checker_knows_every_public_name_of_the_wheel(
-    installed: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("mypy")
-    names = "".join(f"speedtorch.{name}\n" for name in speedtorch.__all__)
-    (tmp_path / "names.py").write_text(f"import speedtorch\n{names}speedtorch.no_such_name\n")
-    check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
-    done = run(*check, "names.py", cwd=tmp_path)
-    last = f"names.py:{len(speedtorch.__all__) + 2}: error: Module has no attribute"
-    assert done.stdout.startswith(last), done.stdout
-    assert "Found 1 error in 1 file" in done.stdout
-
-
 _TYPED = """import torch
 import speedtorch
 from speedtorch import types
@@ -237,12 +205,15 @@ embedding("one")
 """
 
 
-def test_a_type_checker_finds_wrong_arguments_and_knows_results(
+def test_a_type_checker_knows_every_public_name_and_finds_wrong_arguments(
     installed: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("mypy")
+    names = [f"speedtorch.{name}" for name in (*speedtorch.__all__, "no_such_name")]
+    (tmp_path / "names.py").write_text("\n".join(["import speedtorch", *names, ""]))
     (tmp_path / "typed.py").write_text(_TYPED)
     check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
-    done = run(*check, "typed.py", cwd=tmp_path)
-    wrong = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
-    assert wrong == [14, 15, 16, 17, 18], done.stdout
+    done = run(*check, "names.py", "typed.py", cwd=tmp_path)
+    errors = [line.split(":") for line in done.stdout.splitlines() if ": error: " in line]
+    wrong = [("names.py", str(len(names) + 1)), *(("typed.py", str(n)) for n in range(14, 19))]
+    assert sorted((file, line) for file, line, *_ in errors) == wrong, done.stdout

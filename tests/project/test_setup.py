@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,50 +55,52 @@ def setup_ends_with(tree: Path, change: str, command: str = "build_ext", **envir
 NO_PROGRAMS = "import shutil; shutil.which = lambda *_, **__: None"
 
 
-@pytest.mark.slow
-def test_requesting_cuda_without_nvcc_stops_with_a_reason(tree: Path) -> None:
-    line = setup_ends_with(tree, NO_PROGRAMS, SPEEDTORCH_CUDA="1")
-    assert line.startswith("error: speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in")
-
-
-@pytest.mark.slow
-def test_an_unknown_choice_of_cuda_is_refused(tree: Path) -> None:
-    line = setup_ends_with(tree, "", SPEEDTORCH_CUDA="yes")
-    assert line == "error: speedtorch: SPEEDTORCH_CUDA=yes; allowed are auto, 1 and 0"
-
-
-@pytest.mark.slow
-def test_the_error_of_an_old_setuptools_names_the_required_version(tree: Path) -> None:
-    line = setup_ends_with(tree, "import setuptools; setuptools.__version__ = '65.5.0'")
-    assert line.startswith("speedtorch: needs setuptools >= 77, found 65.5.0: pip install")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["build_ext", "build"])
-def test_a_build_without_torch_says_how_to_get_it(tree: Path, command: str) -> None:
-    line = setup_ends_with(tree, "sys.modules['torch'] = None", command)
-    assert "needs torch >= 2.11" in line and "pip install --no-build-isolation ." in line
+ENDS: list[tuple[str, dict[str, str], str]] = [
+    (
+        NO_PROGRAMS,
+        {"SPEEDTORCH_CUDA": "1"},
+        "error: speedtorch: SPEEDTORCH_CUDA=1 but nvcc was not found in",
+    ),
+    (
+        "",
+        {"SPEEDTORCH_CUDA": "yes"},
+        "error: speedtorch: SPEEDTORCH_CUDA=yes; allowed are auto, 1 and 0$",
+    ),
+    (
+        "import setuptools; setuptools.__version__ = '65.5.0'",
+        {},
+        "speedtorch: needs setuptools >= 77, found 65.5.0: pip install",
+    ),
+    (
+        "import torch; torch.__version__ = '2.10.1+cu128'",
+        {},
+        r"error: speedtorch: needs torch >= 2.11, found 2.10.1\+cu128: upgrade torch$",
+    ),
+    (
+        "sys.modules['torch'] = None",
+        {},
+        ".*needs torch >= 2.11.*pip install --no-build-isolation .",
+    ),
+    *(
+        (
+            NO_PROGRAMS,
+            {"SPEEDTORCH_CUDA": "0", "CXX": named},
+            r"error: speedtorch: the build needs a C\+\+20 compiler, and (.* )?"
+            rf"{program} was not found: install g\+\+, or name a compiler in CXX",
+        )
+        for named, program in (("", r"c\+\+"), (" ", r"c\+\+"), ("no-such -O1", "no-such"))
+    ),
+]
 
 
 @pytest.mark.dealt("command")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["build_ext", "build"])
-@pytest.mark.parametrize(
-    "named", ["", " ", "no-such-compiler -O1"], ids=["none", "blank", "not there"]
-)
-def test_a_build_without_a_compiler_says_what_it_needs(
-    tree: Path, command: str, named: str
+@pytest.mark.parametrize(("change", "environment", "message"), ENDS)
+def test_a_build_that_cannot_succeed_ends_with_a_reason(
+    tree: Path, command: str, change: str, environment: dict[str, str], message: str
 ) -> None:
-    line = setup_ends_with(tree, NO_PROGRAMS, command, SPEEDTORCH_CUDA="0", CXX=named)
-    program = named.split()[0] if named.strip() else "c++"
-    assert line.startswith("error: speedtorch: the build needs a C++20 compiler, and ")
-    assert f" {program} was not found: install g++, or name a compiler in CXX" in line
-
-
-@pytest.mark.slow
-def test_a_build_with_an_old_torch_is_refused(tree: Path) -> None:
-    line = setup_ends_with(tree, "import torch; torch.__version__ = '2.10.1+cu128'")
-    assert line == "error: speedtorch: needs torch >= 2.11, found 2.10.1+cu128: upgrade torch"
+    assert re.match(message, setup_ends_with(tree, change, command, **environment))
 
 
 @pytest.fixture
@@ -175,33 +179,22 @@ def later(path: Path) -> None:
     os.utime(path, (now, now))
 
 
-def test_cuda_files_are_compiled_once(tree: Path, toolkit: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "name", "again"),
+    [
+        (Path.exists, "csrc/scatter.cu", []),
+        (later, "csrc/scatter.cu", ["csrc/scatter.cu"]),
+        (later, "csrc/rows.h", ["csrc/gather.cu"]),
+        (Path.unlink, "csrc/rows.h", ["csrc/gather.cu"]),
+        (Path.unlink, "build/cuda/scatter.d", ["csrc/scatter.cu"]),  # the list of its headers
+    ],
+)
+def test_cuda_files_are_compiled_once_and_after_a_change_of_theirs(
+    tree: Path, toolkit: Path, change: Callable[[Path], object], name: str, again: list[str]
+) -> None:
     assert compiled(tree, toolkit) == BOTH
-    assert compiled(tree, toolkit) == []
-
-
-def test_a_changed_cuda_file_is_compiled_again_alone(tree: Path, toolkit: Path) -> None:
-    compiled(tree, toolkit)
-    later(tree / "csrc" / "scatter.cu")
-    assert compiled(tree, toolkit) == ["csrc/scatter.cu"]
-
-
-def test_a_changed_header_compiles_the_files_that_include_it(tree: Path, toolkit: Path) -> None:
-    compiled(tree, toolkit)
-    later(tree / "csrc" / "rows.h")
-    assert compiled(tree, toolkit) == ["csrc/gather.cu"]
-
-
-def test_a_missing_header_compiles_the_files_that_included_it(tree: Path, toolkit: Path) -> None:
-    compiled(tree, toolkit)
-    (tree / "csrc" / "rows.h").unlink()
-    assert compiled(tree, toolkit) == ["csrc/gather.cu"]
-
-
-def test_a_file_without_a_list_of_its_headers_is_compiled_again(tree: Path, toolkit: Path) -> None:
-    compiled(tree, toolkit)
-    (tree / "build" / "cuda" / "scatter.d").unlink()
-    assert compiled(tree, toolkit) == ["csrc/scatter.cu"]
+    change(tree / name)
+    assert compiled(tree, toolkit) == again
 
 
 def test_other_architectures_compile_every_cuda_file_again(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,71 +25,111 @@ from speedtorch.nn.row_module import RowModule
 
 
 class RecordingTensor(Tensor):
-    """A tensor that records the frames that call functions with it."""
+    """A tensor that records the functions that are called with it."""
 
-    frames: list[FrameType]
+    functions: list[object]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Records the calling frame and calls the function as for a plain tensor."""
-        cls.frames.append(sys._getframe(1))
+        cls.functions.append(func)
         with torch_internals.as_plain():
             return func(*args, **(kwargs or {}))
 
 
+class RecordingMode(torch_internals.TorchDispatchMode):
+    """Records the ops that are called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class RecordingDispatchTensor(Tensor):
+    """A tensor without memory that records the ops that are called with it."""
+
+    ops: list[Any]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+        cls.ops.append(func)
+        return torch.ones(2)
+
+
 @pytest.fixture
 def recording_tensor() -> Tensor:
-    """A recording tensor without recorded frames."""
-    RecordingTensor.frames = []
+    """A recording tensor without recorded functions."""
+    RecordingTensor.functions = []
     return torch.zeros(3, 2).as_subclass(RecordingTensor)
+
+
+@pytest.fixture
+def without_memory() -> Tensor:
+    """A tensor without memory and without recorded ops."""
+    RecordingDispatchTensor.ops = []
+    return torch_internals.tensor_without_memory(
+        RecordingDispatchTensor, (2**50, 3), dtype=torch.float16
+    )
 
 
 def test_every_part_has_a_test() -> None:
     text = Path(__file__).read_text().split("\n", 1)[1]
     assert [name for name in torch_internals.__all__ if f"torch_internals.{name}" not in text] == []
     own = {name for name, value in vars(torch_internals).items() if not inspect.ismodule(value)}
-    public = {
-        "Any",
-        "Callable",
-        "CodeType",
-        "ExitStack",
-        "Iterable",
-        "Iterator",
-        "Counter",
-        "NamedTuple",
-        "Node",
-        "Optimizer",
-        "OrderedDict",
-        "StorageWeakRef",
-        "Tensor",
-        "TypeVar",
-        "annotations",
-        "cache",
-        "cast",
-        "contextmanager",
-        "partial",
-        "suppress",
-        "timedelta",
-        "wraps",
-        "temporarily_clear_interpreter_stack",
-    }
-    assert {name for name in own if name[0] != "_"} - public == set(torch_internals.__all__)
+    imported = {"Any", "Callable", "CodeType", "Counter", "ExitStack", "Iterable", "Iterator"}
+    imported |= {"NamedTuple", "Node", "Optimizer", "OrderedDict", "StorageWeakRef", "Tensor"}
+    imported |= {"TypeVar", "annotations", "cache", "cast", "contextmanager", "partial"}
+    imported |= {"suppress", "temporarily_clear_interpreter_stack", "timedelta", "wraps"}
+    assert {name for name in own if name[0] != "_"} == {*imported, *torch_internals.__all__}
 
 
-def test_torch_function_is_on() -> None:
-    assert torch_internals.torch_function_is_on()
-    with torch_internals.as_plain():
-        assert not torch_internals.torch_function_is_on()
-
-
-def test_as_plain(recording_tensor: Tensor) -> None:
+def test_as_plain_and_version_getter(recording_tensor: Tensor) -> None:
     with torch_internals.as_plain():
         assert recording_tensor.shape == (3, 2) and recording_tensor + 1 is not None
-    assert RecordingTensor.frames == []
-    _ = recording_tensor.shape
-    assert len(RecordingTensor.frames) == 1
+    assert RecordingTensor.functions == []
+    assert torch_internals.version_of(recording_tensor) == 0
+    assert RecordingTensor.functions == [torch_internals.VERSION_GETTER]
+
+
+CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], object, object]] = {
+    "as_plain": (torch_internals.torch_function_is_on, torch_internals.as_plain, True, False),
+    "profile": (
+        torch_internals.is_profiling,
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        False,
+        True,
+    ),
+    "dual_level": (torch_internals.is_forward_mode, forward_ad.dual_level, False, True),
+    "saved_tensors_hooks": (
+        lambda: torch_internals.top_saved_tensors_hooks(True) is None,
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda given: given, lambda given: given),
+        True,
+        False,
+    ),
+    "without_autograd": (
+        lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad,
+        torch_internals.without_autograd,
+        True,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("found", "context", "outside", "inside"), CONTEXTS.values(), ids=CONTEXTS)
+def test_contexts(
+    found: Callable[[], Any], context: Callable[[], Any], outside: object, inside: object
+) -> None:
+    assert found() == outside
+    with context():
+        assert found() == inside
+    assert found() == outside
 
 
 def test_version_of() -> None:
@@ -100,22 +138,6 @@ def test_version_of() -> None:
     view.add_(1)
     torch_internals.increment_versions((tensor,))
     assert torch_internals.version_of(tensor) == torch_internals.version_of(view) == before + 2
-
-
-def test_version_getter() -> None:
-    functions: list[object] = []
-
-    class Noted(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            functions.append(func)
-            with torch_internals.as_plain():
-                return func(*args, **(kwargs or {}))
-
-    assert torch_internals.version_of(torch.zeros(3).as_subclass(Noted)) == 0
-    assert functions == [torch_internals.VERSION_GETTER]
 
 
 def test_base_of() -> None:
@@ -138,17 +160,25 @@ def test_storage_id() -> None:
     assert torch_internals.storage_id(tensor.clone().untyped_storage()) != number
 
 
-def test_tensor_without_memory() -> None:
-    class Shape(Tensor):
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            raise NotImplementedError
-
-    made = torch_internals.tensor_without_memory(Shape, (2**50, 3), dtype=torch.float16)
-    assert type(made) is Shape and made.size() == (2**50, 3) and made.dtype == torch.float16
+def test_tensor_without_memory_and_no_torch_function(
+    without_memory: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, made = RecordingDispatchTensor, without_memory
+    assert type(made) is kind and made.size() == (2**50, 3) and made.dtype == torch.float16
     assert made.layout == torch.strided and made.is_cpu and not made.is_meta
+    monkeypatch.setattr(kind, "__torch_function__", torch_internals.no_torch_function)
+    assert type(torch.mul(made, 2)) is Tensor
+    assert kind.ops == [torch.ops.aten.mul.Tensor]
+
+
+def test_forbid_data_pointer(without_memory: Tensor) -> None:
+    torch_internals.forbid_data_pointer(without_memory)
+    for use in (
+        lambda: without_memory.data_ptr(),
+        lambda: torch.utils.dlpack.to_dlpack(without_memory),
+    ):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            use()
 
 
 def test_tensor_of_class() -> None:
@@ -243,20 +273,12 @@ def test_sparse_coo(coalesced: bool) -> None:
     assert made.to_dense().tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
-def test_schema_name_and_torch_dispatch_mode() -> None:
-    names = []
-
-    class Noted(torch_internals.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            names.append(torch_internals.schema_name(func))
-            return func(*args, **(kwargs or {}))
-
-    tensor = torch.zeros(3)
-    with Noted():
-        tensor.uniform_()
-    assert names == ["aten::uniform_"]
+def test_schema_name_and_torch_dispatch_mode_and_dispatch_modes() -> None:
+    with RecordingMode() as mode, RecordingMode():
+        torch.zeros(3)
+        assert torch_internals.dispatch_modes() == 2
+    assert list(map(torch_internals.schema_name, mode.ops)) == ["aten::zeros"]
+    assert torch_internals.dispatch_modes() == 0
 
 
 def test_tree_leaves_and_tree_map() -> None:
@@ -328,41 +350,7 @@ def test_call_after_backward() -> None:
     assert len(found) == 2
 
 
-def test_top_saved_tensors_hooks() -> None:
-    assert torch_internals.top_saved_tensors_hooks(True) is None
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        assert torch_internals.top_saved_tensors_hooks(True) is not None
-    assert torch_internals.top_saved_tensors_hooks(True) is None
-
-
-def test_dispatch_modes() -> None:
-    class Through(torch_internals.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    with Through(), Through():
-        assert torch_internals.dispatch_modes() == 2
-    assert torch_internals.dispatch_modes() == 0
-
-
-def test_is_tracing() -> None:
-    found = [torch_internals.is_tracing()]
-
-    def function(tensor: Tensor) -> Tensor:
-        found.append(torch_internals.is_tracing())
-        return tensor + 1
-
-    torch.jit.trace(function, torch.ones(1), check_trace=False)
-    assert found == [False, True]
-
-
-def test_outside_modes() -> None:
-    class Raising(torch_internals.TorchDispatchMode):
-        def __torch_dispatch__(self, *_: Any) -> Any:
-            raise AssertionError("an op was called in this mode")
-
+def test_outside_modes_and_is_tracing() -> None:
     def function(tensor: Tensor) -> Tensor:
         with torch_internals.outside_modes():
             found.append(torch_internals.is_tracing())
@@ -371,8 +359,9 @@ def test_outside_modes() -> None:
         return tensor + 1
 
     found: list[bool] = []
-    with Raising(), torch_internals.outside_modes():
+    with RecordingMode() as mode, torch_internals.outside_modes():
         torch.ones(1)
+    assert mode.ops == [] and not torch_internals.is_tracing()
     traced = torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert found == [False, True] and "aten::ones" not in str(traced.graph)
 
@@ -404,23 +393,17 @@ def test_capturing() -> None:
         torch.cuda.MemPool()  # ends the process where the allocator is within a capture
 
 
-def test_storage_uses() -> None:
-    tensor = torch.zeros(4)
-    storage = tensor.untyped_storage()
-    before = torch_internals.storage_uses(storage)
-    views = [tensor[1:], tensor.detach()]
-    assert torch_internals.storage_uses(storage) == before + len(views)
-
-
-def test_storage_references() -> None:
+def test_storage_uses_and_storage_references() -> None:
     tensor = torch.zeros(4)
     storage = tensor.untyped_storage()
     reference = torch_internals.storage_reference(storage)
     before = torch_internals.storage_uses(storage)
+    views = [tensor[1:], tensor.detach()]
+    assert torch_internals.storage_uses(storage) == before + len(views)
     found = torch_internals.storage_of(reference)
     assert found is not None
     assert torch_internals.storage_id(found) == torch_internals.storage_id(storage)
-    del found
+    del found, views
     assert torch_internals.storage_uses(storage) == before
     del storage, tensor
     gc.collect()
@@ -475,30 +458,10 @@ def test_unwrapped_returns_the_tensor_of_a_transform() -> None:
     assert found == [True, True] and not torch_internals.is_wrapped(given)
 
 
-def test_is_profiling() -> None:
-    assert not torch_internals.is_profiling()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert torch_internals.is_profiling()
-    assert not torch_internals.is_profiling()
-
-
-def test_without_autograd() -> None:
-    ones = torch.ones(2, requires_grad=True)
-    with torch_internals.without_autograd():
-        assert not (ones * 2).requires_grad
-    assert (ones * 2).requires_grad
-
-
 def test_below_autograd() -> None:
     keys = torch_internals.below_autograd
     assert keys.has(torch._C.DispatchKey.CPU)
     assert not keys.has(torch._C.DispatchKey.AutogradCPU)
-
-
-def test_is_forward_mode() -> None:
-    assert not torch_internals.is_forward_mode()
-    with forward_ad.dual_level():
-        assert torch_internals.is_forward_mode()
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -522,18 +485,15 @@ def test_active_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"self.{name} = " in inspect.getsource(kind.__init__)
 
 
+@pytest.mark.usefixtures("process_group")
 def test_composable_data_parallel() -> None:
-    distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        layers = [nn.Linear(2, 2) for _ in range(2)]
-        for layer, wrap in zip(layers, (fully_shard, replicate), strict=True):
-            wrap(layer, mesh=mesh)
-        found = torch_internals.composable_data_parallel()  # also modules of other tests' garbage
-        of_these = [(layers.index(each), *rest) for each, *rest in found if each in layers]
-        assert of_these == [(0, "fully_shard", [0]), (1, "replicate", [0])]
-    finally:
-        distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    for layer, wrap in zip(layers, (fully_shard, replicate), strict=True):
+        wrap(layer, mesh=mesh)
+    found = torch_internals.composable_data_parallel()  # also modules of other tests' garbage
+    of_these = [(layers.index(each), *rest) for each, *rest in found if each in layers]
+    assert of_these == [(0, "fully_shard", [0]), (1, "replicate", [0])]
 
 
 def test_next_node_number_and_number_of_node() -> None:
@@ -702,41 +662,12 @@ def test_foreach_types_are_those_that_are_clipped_together(monkeypatch: pytest.M
     assert calls == [3]
 
 
-def test_forbid_data_pointer() -> None:
-    class Own(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
-            raise AssertionError(func)
-
-    tensor = torch_internals.tensor_without_memory(Own, (2, 3), dtype=torch.float32)
-    torch_internals.forbid_data_pointer(tensor)
-    for use in (lambda: tensor.data_ptr(), lambda: torch.utils.dlpack.to_dlpack(tensor)):
-        with pytest.raises(RuntimeError, match="data pointer"):
-            use()
-
-
 def test_is_pointwise_and_is_view() -> None:
     aten = torch.ops.aten
     assert torch_internals.is_pointwise(aten.mul_.Tensor)
     assert not torch_internals.is_pointwise(aten.sum.default)
     assert torch_internals.is_view(aten.select.int)
     assert not any(map(torch_internals.is_view, (aten.mul_.Tensor, aten.index.Tensor)))
-
-
-def test_no_torch_function() -> None:
-    seen: list[object] = []
-
-    class Own(Tensor):
-        __torch_function__ = torch_internals.no_torch_function
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
-            seen.append(func)
-            return torch.ones(2)
-
-    tensor = torch_internals.tensor_without_memory(Own, (2,), dtype=torch.float32)
-    assert type(torch.mul(tensor, 2)) is Tensor
-    assert seen == [torch.ops.aten.mul.Tensor]
 
 
 def test_replace_step_replaces_inside_the_calls_of_hooks() -> None:
@@ -777,40 +708,31 @@ def test_replace_step_replaces_inside_the_calls_of_hooks() -> None:
     assert calls == ["pre", "replaced", "replaced", "base", "own", "post"]
 
 
+class Seen(torch.optim.SGD):
+    """Notes who steps it, with what gradient, and its attributes."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.seen: list[tuple[Any, float, set[str]]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = self.param_groups[0]["params"]
+        stepping = torch_internals.stepping_grad_scaler()
+        self.seen.append((stepping, parameter.grad.item(), set(vars(self))))
+
+
 def test_set_by_grad_scaler() -> None:
-    lent = []
-
-    class Lent(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes what it has."""
-            known = {*before, "_speedtorch"}  # if a module of ours was made in this process
-            lent.append({name for name in vars(self) if name not in known})
-
     parameter = nn.Parameter(torch.ones(1))
-    optimizer = Lent([parameter], fused=True)
+    optimizer = Seen([parameter], fused=True)
     before = set(vars(optimizer))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
-    assert lent == [set(torch_internals.SET_BY_GRAD_SCALER)]
-
-
-def test_step_hooks() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    optimizer.register_step_pre_hook(lambda *_: None)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert [len(vars(optimizer)[name]) for name in torch_internals.STEP_HOOKS] == [1, 1]
+    # "_speedtorch" if a module of ours was made in this process
+    assert optimizer.seen[0][2] - before - {"_speedtorch"} == {*torch_internals.SET_BY_GRAD_SCALER}
 
 
 def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
-    seen = []
-
-    class Seen(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes who steps it, and with what gradient."""
-            stepping = torch_internals.stepping_grad_scaler()
-            seen.append((stepping, [param.grad.item() for param in self.param_groups[0]["params"]]))
-
     parameter = nn.Parameter(torch.tensor(2.0))
     optimizer = Seen([parameter])
     scaler = torch_internals.HostGradScaler("cpu", init_scale=4.0)
@@ -821,9 +743,9 @@ def test_host_grad_scaler_and_stepping_grad_scaler() -> None:
         scaler.update()
     optimizer.step()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-    infinite = [float("inf")]
-    stepping = torch_internals.SteppingScaler(scaler, waits=True)
-    assert seen == [(stepping, [3.0]), (None, infinite), (None, infinite)]
+    stepping, infinite = torch_internals.SteppingScaler(scaler, waits=True), float("inf")
+    seen = [found[:2] for found in optimizer.seen]
+    assert seen == [(stepping, 3.0), (None, infinite), (None, infinite)]
     assert scaler.get_scale() == 2.0
 
 
@@ -837,31 +759,28 @@ def test_stepping_grad_scaler_where_gradients_are_on_the_host() -> None:
         def _unscale_grads_(self, optimizer: Any, factor: Tensor, found: Tensor, _: bool) -> Any:
             return super()._unscale_grads_(optimizer, factor.cpu(), found.cpu(), False)
 
-    class Seen(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            """Notes whether who steps it has waited."""
-            stepping = torch_internals.stepping_grad_scaler()
-            seen.append(stepping is not None and stepping.waits)
-
     for device in ("cpu", "cuda"):
         for kind in (Lucky, torch_internals.HostGradScaler):
             parameter = nn.Parameter(torch.tensor(2.0, device=device))
             scaler = kind()
             scaler.scale(3.0 * parameter.cuda()).backward()
-            scaler.step(Seen([parameter]))
+            optimizer = Seen([parameter])
+            scaler.step(optimizer)
+            stepping = optimizer.seen[0][0]
+            seen.append(stepping is not None and stepping.waits)
     assert seen == [False, True, True, True]
 
 
-def test_attributes_without_hooks_and_step_without_hooks() -> None:
+def test_attributes_without_hooks_and_step_without_hooks_and_hooks() -> None:
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     calls: list[object] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(_))
-    optimizer.register_step_post_hook(lambda *_: calls.append(_))
-    optimizer.register_state_dict_pre_hook(lambda *_: calls.append(_))
-    optimizer.register_state_dict_post_hook(lambda *_: calls.append(_))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append(_))
-    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append(_))
+    assert torch_internals.load_hooks(optimizer) == 0
+    for when in ("pre", "post"):
+        for what in ("step", "state_dict", "load_state_dict"):
+            getattr(optimizer, f"register_{what}_{when}_hook")(lambda *_: calls.append(_))
+    assert torch_internals.load_hooks(optimizer) == 1
+    assert [len(vars(optimizer)[name]) for name in torch_internals.STEP_HOOKS] == [1, 1]
     copied = object.__new__(torch.optim.SGD)
     vars(copied).update(torch_internals.attributes_without_hooks(optimizer))
     parameter.grad = torch.ones(1)
@@ -988,13 +907,6 @@ def test_prefix_store(process_group: timedelta) -> None:
     torch_internals.prefix_store("one").set("key", "1")
     assert not torch_internals.prefix_store("other").check(["key"])
     assert torch_internals.prefix_store("one").get("key") == b"1"
-
-
-def test_load_hooks() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    assert torch_internals.load_hooks(optimizer) == 0
-    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
-    assert torch_internals.load_hooks(optimizer) == 1
 
 
 def test_loads_by_own_code() -> None:
