@@ -10,8 +10,8 @@ facts that do not depend on the kind of memory: the CPU has them all.
 
 from __future__ import annotations
 
-import copy
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -20,14 +20,16 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import known_probes
 import paces
 import pytest
 import torch
 from cuda_calls import PretendedDriver
 from hypothesis import HealthCheck, settings
 from ordinary_run import dealt, process_count
+from rank_backends import NEEDS_GPU
+from rank_processes import in_processes
 from recorded_streams import RecordedStreams
 from reference import layout_copy
 from restless_caches import make_restless
@@ -37,7 +39,6 @@ from torch import Tensor
 import speedtorch
 from speedtorch import memory_stats
 from speedtorch.files import field_blocks, table_files
-from speedtorch.optim import probe
 
 gc.disable()  # until all tests are collected: what importing them makes is no garbage
 
@@ -70,8 +71,6 @@ def pytest_xdist_auto_num_workers() -> int:
     count = process_count(cores, host_bytes, free[0] if free else None)
     return count if count > 1 else 0  # then this process runs the tests itself
 
-
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # The files that take longest begin first: begun last, one would run alone beside idle cores.
 LONGEST = [
@@ -122,6 +121,29 @@ def left_to_nightly(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for grid in grids.values():
         taken = set(dealt([case for _, case in grid]))
         yield from (item for number, (item, _) in enumerate(grid) if number not in taken)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Calls a test with the mark `ranks` on each rank of a group; see rank_backends.py."""
+    if pyfuncitem.get_closest_marker("ranks") is None:
+        return None
+    given, test = pyfuncitem.funcargs, pyfuncitem.obj
+    arguments = [given[name] for name in inspect.signature(test).parameters]
+    in_processes(given["ranks"], test, *arguments, backend=given["backend"])
+    return True
+
+
+@pytest.fixture
+def ranks() -> int:
+    """The number of ranks of a test, unless its parameters have another."""
+    return 2
+
+
+@pytest.fixture
+def backend() -> str:
+    """Of torch.distributed."""
+    return "gloo"
 
 
 def pytest_collection_finish() -> None:
@@ -262,31 +284,12 @@ def no_error_left_behind() -> Iterator[None]:
         speedtorch.synchronize()
 
 
-_PROBED: dict[Hashable, probe.OptimizerProbe] = {}
-_tries_anew = [False]
-_real_probe = probe._probed
-
-
-def _known_probe(optimizer: torch.optim.Optimizer, parameter: Tensor, *how: Any) -> Any:
-    is_torchs = type(optimizer).__module__.startswith("torch.")
-    if _tries_anew[0] or optimizer.state or not is_torchs:
-        return _real_probe(optimizer, parameter, *how)
-    settings = {**probe.group_of(optimizer, parameter), "params": 0}
-    rows = parameter.dtype, parameter.device, parameter.shape[1:]
-    key = (type(optimizer), str(settings), *rows, *how)
-    if key not in _PROBED:
-        _PROBED[key] = _real_probe(optimizer, parameter, *how)
-    return copy.deepcopy(_PROBED[key])
-
-
-probe._probed = _known_probe
-
-
 @pytest.fixture(autouse=True)
 def optimizers_are_tried_once(request: pytest.FixtureRequest) -> None:
     """Each with its settings, but anew in tests of the probe; others would take longer for it."""
     name = request.path.name
-    _tries_anew[0] = name == "test_attach_changes.py" or name.startswith("test_optimizer_state")
+    anew = name == "test_attach_changes.py" or name.startswith("test_optimizer_state")
+    known_probes.install(tries_anew=anew)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,27 @@
-"""How many ranks a test runs on, and by which backend of torch.distributed."""
+"""How many ranks a test runs on, and by which backend of torch.distributed.
+
+The body of a test with `on_ranks`, and of each test of a module with `pytestmark = ON_RANKS`, runs
+on each rank: on two of gloo, unless parameters `ranks` and `backend` have others.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+ON_RANKS = [pytest.mark.ranks, pytest.mark.usefixtures("ranks", "backend")]
+
+
+def on_ranks(test: Callable[..., Any]) -> Callable[..., Any]:
+    for mark in ON_RANKS:
+        test = mark(test)
+    return test
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 _BY_NCCL = pytest.param("nccl", marks=NEEDS_GPUS)
 BACKENDS = pytest.mark.parametrize("backend", ["gloo", _BY_NCCL])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import known_probes
 import paces
 import torch
 import torch.distributed as dist
@@ -33,6 +36,7 @@ LONG_RUNS = {
 }
 AT_MOST = 3000.0 if LONG_RUNS & set(os.environ) else 240.0
 CPU = torch.device("cpu")
+ROOT = str(Path(__file__).parents[1])
 
 
 def own_device() -> torch.device:
@@ -42,12 +46,15 @@ def own_device() -> torch.device:
 
 @cache
 def warm_context() -> Any:
-    """Starts processes as forks of one that has imported torch, which takes seconds."""
+    """Starts processes as forks of one that has imported what takes seconds."""
     context = mp.get_context("forkserver")
-    # Dynamo, too, as the first optimizer of a process imports it. It has not our sys.path.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed"])
-    # A fork cannot use a GPU that was woken before it: none is, should an import look for one.
-    with patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    # Dynamo, too, as the first optimizer of a process imports it.
+    modules = ["torch", "torch._dynamo", "torch.distributed", "pytest", "speedtorch"]
+    context.set_forkserver_preload(modules)
+    # It has not our sys.path. A fork cannot use a GPU that was woken before it: none is, should an
+    # import look for one.
+    environment = {"PYTHONPATH": ROOT, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with patch.dict(os.environ, environment):
         forkserver.ensure_running()
     return context
 
@@ -63,7 +70,9 @@ def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> No
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    known_probes.install()
     paces.install()
+    gc.freeze()  # or each collection would look at all that torch made
     waits = datetime.timedelta(seconds=timeout)
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, rendezvous, timeout=waits, rank=rank, world_size=size)
@@ -121,7 +130,8 @@ class Ranks:
         if errors or waiting:
             errors += [f"rank {rank} has not answered" for rank in waiting]
             for rank in waiting:  # says where it is
-                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                if self._processes[rank].is_alive():
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.5 if waiting else 0)
             self.end()
             raise AssertionError("\n".join(dict.fromkeys(errors)))
