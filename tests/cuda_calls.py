@@ -187,6 +187,19 @@ class Driver:
         ctypes.pointer(table())[0] = self.real
 
 
+# Calls whose last argument is where the answer goes, and calls that return memory or take it back.
+READS: dict[str, Callable[..., int]] = {
+    "driver_version": lambda driver: driver.versions[0],
+    "runtime_version": lambda driver: driver.versions[1],
+    "host_page_tables": lambda driver, device: driver.host_page_tables,
+    "concurrent_managed_access": lambda driver, device: driver.gpus[device],
+    "stream_id": lambda driver, stream: driver.stream_ids.get(stream or 0, stream or 0),
+    "stream_is_capturing": lambda driver, stream: stream in driver.capturing,
+}
+MAPS = {"malloc_managed": "managed", "host_alloc": "allocated", "reserve_addresses": "reserved"}
+UNMAPS = {"free_managed": "managed", "host_free": "allocated"}
+
+
 class PretendedDriver(Driver):
     """A driver with as many GPUs as wanted and none of their work.
 
@@ -277,57 +290,29 @@ class PretendedDriver(Driver):
         if self.other_captures and name in UNSAFE_IN_CAPTURE and not relaxed:
             error = CAPTURE_UNSUPPORTED
         elif not error or (numbers and len(self.named(name)) not in numbers):
-            error = getattr(self, f"_{name}", lambda *_: 0)(*arguments)
+            error = self._done(name, *arguments)
         self.pending = error or self.pending
         return error
 
-    def _driver_version(self, version: Any) -> int:
-        version[0] = self.versions[0]
-        return 0
-
-    def _runtime_version(self, version: Any) -> int:
-        version[0] = self.versions[1]
-        return 0
+    def _done(self, name: str, *arguments: Any) -> int:
+        if name in READS:
+            arguments[-1][0] = READS[name](self, *arguments[:-1])
+            return 0
+        if name in MAPS:
+            return _map(getattr(self, MAPS[name]), *arguments)
+        if name in UNMAPS:
+            return _unmap(getattr(self, UNMAPS[name]), *arguments)
+        error: int = getattr(self, f"_{name}", lambda *_: 0)(*arguments)
+        return error
 
     def _relax_capture(self, mode: Any) -> int:
         before = getattr(self._capture_mode, "value", GLOBAL)
         self._capture_mode.value, mode[0] = mode[0], before
         return 0
 
-    def _host_page_tables(self, device: int, used: Any) -> int:
-        used[0] = self.host_page_tables
-        return 0
-
-    def _stream_id(self, stream: int | None, number: Any) -> int:
-        number[0] = self.stream_ids.get(stream or 0, stream or 0)
-        return 0
-
-    def _stream_is_capturing(self, stream: int | None, capturing: Any) -> int:
-        capturing[0] = stream in self.capturing
-        return 0
-
     def _device_count(self, count: Any) -> int:
         count[0] = len(self.gpus)
         return 0 if self.gpus else NO_DEVICE
-
-    def _concurrent_managed_access(self, device: int, supported: Any) -> int:
-        supported[0] = self.gpus[device]
-        return 0
-
-    def _malloc_managed(self, address: Any, count: int) -> int:
-        return _map(self.managed, address, count)
-
-    def _free_managed(self, address: int) -> int:
-        return _unmap(self.managed, address)
-
-    def _host_alloc(self, address: Any, count: int) -> int:
-        return _map(self.allocated, address, count)
-
-    def _host_free(self, address: int) -> int:
-        return _unmap(self.allocated, address)
-
-    def _reserve_addresses(self, address: Any, count: int) -> int:
-        return _map(self.reserved, address, count)
 
     def _free_addresses(self, address: int, count: int) -> int:
         if address in self.mapped or len(self.reserved.get(address, ())) != count:
