@@ -9,9 +9,6 @@ import pytest
 import torch
 from warm_python import run_warm
 
-import speedtorch
-
-ROOT = Path(speedtorch.__file__).parents[1]
 PROGRAM = """
 import os
 import signal
@@ -87,34 +84,43 @@ dist.destroy_process_group()
 """
 
 
+def trained(folder: Path, how: str, killed_at: int) -> tuple[str, list[dict[str, torch.Tensor]]]:
+    """What two ranks print, and their rows and states."""
+    (folder / "train.py").write_text(PROGRAM)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_warm(
+        *(*run, "--max-restarts", "2", "-m", "train"),
+        cwd=folder,
+        OMP_NUM_THREADS="1",
+        # Restarted ranks may read addresses of ended ranks (pytorch issue 135712).
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        CUDA_VISIBLE_DEVICES="",
+        KILLED_AT=str(killed_at),
+        HOW=how,
+    )
+    saved = sorted(os.listdir(folder / "saved"))
+    assert len(saved) == 6 and not any(name.startswith(".") for name in saved), saved
+    return done.stdout, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    output, rows = trained(tmp_path_factory.mktemp("whole"), "between saves", -1)
+    assert "begins with step 3" not in output
+    return rows
+
+
 @pytest.mark.examples
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "how", ["between saves", "within a save", "within a background save", "checkpoint"]
 )
-def test_training_is_bitwise_identical_after_a_rank_is_killed(how: str, tmp_path: Path) -> None:
-    rows, outputs = [], []
-    for killed_at in (-1, 3):
-        folder = tmp_path / str(killed_at)
-        folder.mkdir()
-        (folder / "train.py").write_text(PROGRAM)
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = run_warm(
-            *(*run, "--max-restarts", "2", "-m", "train"),
-            cwd=folder,
-            OMP_NUM_THREADS="1",
-            # Restarted ranks may read addresses of ended ranks (pytorch issue 135712).
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-            CUDA_VISIBLE_DEVICES="",
-            KILLED_AT=str(killed_at),
-            HOW=how,
-        )
-        outputs.append(done.stdout)
-        saved = sorted(os.listdir(folder / "saved"))
-        assert len(saved) == 6 and not any(name.startswith(".") for name in saved), saved
-        rows.append([torch.load(folder / f"{rank}.pt") for rank in range(2)])
-    assert "begins with step 3" not in outputs[0] and outputs[1].count("begins with step 3") == 2
-    for whole, resumed in zip(*rows, strict=True):
+def test_training_is_bitwise_identical_after_a_rank_is_killed(
+    how: str, uninterrupted: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    output, rows = trained(tmp_path, how, 3)
+    assert output.count("begins with step 3") == 2
+    for whole, resumed in zip(uninterrupted, rows, strict=True):
         assert whole.keys() == resumed.keys() == {"weight", "exp_avg", "exp_avg_sq"}
         for name, values in whole.items():
             assert torch.equal(resumed[name], values), name
