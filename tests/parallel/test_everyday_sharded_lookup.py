@@ -7,11 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from dispatched_ops import Ops
-from rank_processes import in_processes
-from sharded_capacity import raised_late
+from rank_backends import ON_RANKS
+from sharded_training import raised_late
 from torch import Tensor, nn, optim
 
 import speedtorch
+
+pytestmark = ON_RANKS
 
 KEYS = [f"t{number}" for number in range(26)]
 COUNTED = ["shard_ids", "alltoall_base_", "load_batch", "embedding", "alltoall_base_"]
@@ -30,7 +32,8 @@ WAYS = {
 }
 
 
-def check_ops(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lookup_calls_few_ops(way: str) -> None:
     """The ops of an Embedding and of a collection."""
     capacity, late, forward, backward = WAYS[way]
     tables = [speedtorch.EmbeddingBagConfig(1000, 8, key) for key in KEYS]
@@ -58,8 +61,3 @@ def check_ops(way: str) -> None:
                 optimizer.step()
         assert ops.names == names
         assert [name for name in back.names if name != "ones_like"] == backward
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_lookup_calls_few_ops(way: str) -> None:
-    in_processes(2, check_ops, way)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import in_processes
+from rank_backends import on_ranks
 from torch import nn
 
 import speedtorch
@@ -36,8 +36,10 @@ def refused(message: str, model: nn.Module) -> None:
     dist.barrier()
 
 
-def check_one_machine() -> None:
-    """All ranks are here: each rank's rows would fit, but not those of all."""
+@on_ranks
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_on_a_machine_need_memory_for_the_rows_of_all() -> None:
+    """Each rank's rows would fit, but not those of all."""
     ranks = dist.get_world_size()
     gc.collect()  # rows of earlier tests that wait for their memory count as well
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +70,9 @@ def check_one_machine() -> None:
         shard(made()[0])
 
 
-def check_several_machines() -> None:
+@on_ranks
+@pytest.mark.parametrize("ranks", [3])
+def test_ranks_on_other_machines_do_not_count() -> None:
     """The last rank is alone on a machine of its own, with the host name of the others'."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     is_alone = rank == ranks - 1
@@ -85,15 +89,6 @@ def check_several_machines() -> None:
         found = re.search(message, str(caught.value))
         assert found is not None
         assert NBYTES <= int(found[1].replace(",", "")) < 2 * NBYTES
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_on_a_machine_need_memory_for_the_rows_of_all(ranks: int) -> None:
-    in_processes(ranks, check_one_machine)
-
-
-def test_ranks_on_other_machines_do_not_count() -> None:
-    in_processes(3, check_several_machines)
 
 
 def test_machines_with_one_name_differ_by_their_boot_id(

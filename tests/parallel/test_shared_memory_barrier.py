@@ -8,11 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
-from rank_processes import in_processes
+from rank_backends import ON_RANKS
 
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shared_memory_barrier import WORDS, SharedMemoryBarrier
+
+pytestmark = ON_RANKS
+TWO_AND_THREE = pytest.mark.parametrize(("ranks", "count"), [(2, 2_000), (3, 300)])
 
 
 def make_barrier() -> SharedMemoryBarrier:
@@ -38,8 +42,9 @@ def open_files() -> int:
     return sum("speedtorch-" in target for target in named)
 
 
-def check_all_gathers(count: int) -> None:
-    """Large numbers of all ranks, in `count` calls; the ranks are late in turns."""
+@TWO_AND_THREE
+def test_every_rank_receives_the_large_number_of_each(count: int) -> None:
+    """The ranks are late in turns."""
     rank, size, barrier = dist.get_rank(), dist.get_world_size(), make_barrier()
     dist.barrier()
     assert os.readlink(f"/proc/self/fd/{barrier._file.fileno()}").endswith("(deleted)")
@@ -52,7 +57,8 @@ def check_all_gathers(count: int) -> None:
     assert all_gather(barrier, 0, 30) == [0] * size
 
 
-def check_exchanges(count: int) -> None:
+@TWO_AND_THREE
+def test_every_rank_receives_the_numbers_of_all_ranks(count: int) -> None:
     """Calls with several numbers per rank and with one alternate; none reads an earlier call's."""
     rank, size, barrier = dist.get_rank(), dist.get_world_size(), make_barrier()
     for number in range(count):
@@ -72,8 +78,8 @@ def check_exchanges(count: int) -> None:
             assert all_gather(barrier, number, 30) == [number] * size
 
 
-def check_lengths() -> None:
-    """Zeros follow the numbers of a rank that sends fewer, also after calls with more numbers."""
+def test_zeros_follow_the_numbers_of_a_rank_that_sends_fewer() -> None:
+    """Also after calls with more numbers."""
     rank, size, barrier = dist.get_rank(), dist.get_world_size(), make_barrier()
     for _ in range(5):  # calls are counted modulo 4
         assert barrier.exchange([[7] * WORDS] * size, 30) == [[7] * WORDS] * size
@@ -81,8 +87,8 @@ def check_lengths() -> None:
     assert found == [[1, 2, 3][: 3 - rank], [1, 2, 0][: 3 - rank]]
 
 
-def check_absence() -> None:
-    """A late rank is awaited; after a timeout and abort() the other rank does not wait either."""
+def test_a_late_rank_is_awaited_and_an_absent_rank_is_not() -> None:
+    """After a timeout and abort() the other rank does not wait either."""
     barrier = make_barrier()
     for late in range(dist.get_world_size()):
         if dist.get_rank() == late:
@@ -101,7 +107,7 @@ def check_absence() -> None:
     dist.barrier()
 
 
-def check_death() -> None:
+def test_a_rank_whose_process_has_ended_is_not_awaited() -> None:
     """A file that a process closes loses its locks, as when the process ends."""
     ranks = Ranks.of()
     barrier = make_barrier()
@@ -114,8 +120,8 @@ def check_death() -> None:
     assert all_gather(barrier, 1, 60) is None and time.monotonic() - begin < 10
 
 
-def check_other_machine() -> None:
-    """If the file is missing on one rank or its token differs, no rank has a barrier."""
+def test_ranks_on_several_machines_have_no_barrier() -> None:
+    """The file is missing on one rank, or its token differs."""
     ranks = Ranks.of()
 
     def missing(value: tuple[str, bytes]) -> tuple[str, bytes]:
@@ -131,27 +137,3 @@ def check_other_machine() -> None:
         with patch.object(ranks, "broadcast", broadcast):
             assert SharedMemoryBarrier.of_ranks(ranks) is None
     assert open_files() == before
-
-
-def test_every_rank_receives_the_numbers_of_all_ranks() -> None:
-    """For one or several numbers per rank, and for two or three ranks."""
-    in_processes(2, check_all_gathers, 2_000)
-    in_processes(3, check_all_gathers, 300)
-    in_processes(2, check_exchanges, 2_000)
-    in_processes(3, check_exchanges, 300)
-    in_processes(2, check_lengths)
-
-
-def test_a_late_rank_is_awaited_and_an_absent_rank_is_not() -> None:
-    """A rank that exceeds the timeout has called abort()."""
-    in_processes(2, check_absence)
-
-
-def test_a_rank_whose_process_has_ended_is_not_awaited() -> None:
-    """Its lock on the file is released, and the others return early."""
-    in_processes(2, check_death)
-
-
-def test_ranks_on_several_machines_have_no_barrier() -> None:
-    """A rank on another machine cannot map the same file."""
-    in_processes(2, check_other_machine)

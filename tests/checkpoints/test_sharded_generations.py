@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import in_processes
 from sharded_checkpoints import Run, assert_same
 from torch import Tensor
 
@@ -26,8 +29,7 @@ class Program:
         self.settings = self.chance.choice(SETTINGS)
         self.run, self.step = Run(seed, **self.settings), 0
         if self.chance.random() < 0.7:
-            for table in self.run.tables:
-                table.track_changes()
+            self.run.tracked()
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.bases: dict[int, int | None] = {}
         self.damaged: set[int] = set()
@@ -137,3 +139,9 @@ def check_program(folder: str, seed: int) -> None:
         if number in program.whole:
             speedtorch.load(folder, generation=number, **program.run.parts())
             assert_same(program.run.own(), expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_of_ranks(seed: int, tmp_path: Path) -> None:
+    in_processes(2 + seed % 2, check_program, str(tmp_path), seed)
