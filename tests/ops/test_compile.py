@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference
 import torch
 from conftest import Place
-from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
+from reference import assert_same_bytes, assert_same_storage, random_rows
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import speedtorch
 
 ROWS, COLUMNS, IDS, LOAD = 37, 6, [3, 0, 36, 17], [21, 3, 8]
+CPU = Place("cpu", "plain")
 
 # torch.compile
 
@@ -27,98 +27,60 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
-class Step:
-    """A table, one batch of it, and what the ops should make of them."""
-
-    def __init__(self, place: Place) -> None:
-        self.values = random_rows(ROWS, (COLUMNS,), torch.int32, gap=2)
-        self.table = place.table(self.values)
-        self.index = place.ids(IDS)
-        self.expected = layout_copy(self.values)
-        self.address = self.table.data_ptr()
-
-    def assert_table(self) -> None:
-        """The table holds what was expected, where it was."""
-        speedtorch.synchronize()
-        assert self.table.data_ptr() == self.address
-        assert_same_storage(self.table, self.expected)
-
-
-@pytest.mark.slow
-def test_a_compiled_gather_returns_the_rows(place: Place) -> None:
-    step = Step(place)
-    function = compiled(lambda table, index: speedtorch.pinned_gather(table, index + 1) * 2)
-    rows = function(step.table, step.index - 1)
-    assert_same_bytes(rows, reference.pinned_gather(step.values, torch.tensor(IDS)) * 2)
-    step.assert_table()
-
-
-def test_a_compiled_step_works_on_the_table_itself(place: Place) -> None:
-    step = Step(place)
-
-    @compiled
-    def function(table: Tensor, index: Tensor) -> Tensor:
-        plan = speedtorch.plan_rows(index, ROWS)
-        rows = speedtorch.pinned_gather(table, index, plan=plan)
-        speedtorch.pinned_scatter(table, index, rows + 1, plan=plan)
-        speedtorch.pinned_scatter(table, index, rows, accumulate=True)
-        return speedtorch.pinned_gather(table, index)
-
-    result = function(step.table, step.index)
-    step.expected[IDS] = step.values[IDS] * 2 + 1
-    step.assert_table()
-    assert_same_bytes(result, step.expected[IDS])
-
-
-def test_a_compiled_swap_works_on_the_tables_themselves(place: Place) -> None:
-    step = Step(place)
-    leaving = place.work(random_rows(4, (COLUMNS,), torch.int32, seed=1))
-    arriving = place.work(random_rows(3, (COLUMNS,), torch.int32, seed=2))
-    address = arriving.data_ptr()
-
-    @compiled
-    def function(
-        host: list[Tensor],
-        leaving: list[Tensor],
-        evict: Tensor,
-        arriving: list[Tensor],
-        load: Tensor,
-    ) -> None:
-        speedtorch.optimizer_state_swap(host, [leaving[0] + 1], evict, arriving, load)
-
-    function([step.table], [leaving], step.index, [arriving], place.ids(LOAD))
-    expected = random_rows(3, (COLUMNS,), torch.int32)
-    reference.optimizer_state_swap(
-        [step.expected], [leaving.cpu() + 1], torch.tensor(IDS), [expected], torch.tensor(LOAD)
+def arguments(place: Place) -> tuple[Tensor, ...]:
+    """A table whose rows lie apart, ids, rows to write, memory of a result, and other ids."""
+    table = place.table(random_rows(ROWS, (COLUMNS,), torch.int32, gap=2))
+    rows, out = (
+        place.work(random_rows(count, (COLUMNS,), torch.int32, seed=count)) for count in (4, 3)
     )
-    step.assert_table()
-    assert arriving.data_ptr() == address
-    assert_same_bytes(arriving, expected)
+    return table, place.ids(IDS), rows, out, place.ids(LOAD)
 
 
-def test_a_compiled_function_fills_the_result_itself(place: Place) -> None:
-    step = Step(place)
-    out = torch.zeros(4, COLUMNS, dtype=torch.int32, device=place.device)
+def assert_does_the_same(run: Callable[..., Any], eager: Callable[..., Any], place: Place) -> None:
+    """It returns and writes what the ops on the CPU do, and writes to the tensors themselves."""
+    given, expected = arguments(place), arguments(CPU)
+    addresses = [tensor.data_ptr() for tensor in given]
+    result, wanted = run(*given), eager(*expected)
+    speedtorch.synchronize()
+    assert [tensor.data_ptr() for tensor in given] == addresses
+    for actual, other in zip(given, expected, strict=True):
+        assert_same_storage(actual, other)
+    assert_same_bytes(result, wanted)
 
-    @compiled
-    def function(table: Tensor, index: Tensor, out: Tensor) -> None:
-        speedtorch.pinned_gather(table, index, out=out)
 
-    function(step.table, step.index, out)
-    assert_same_bytes(out, step.values[IDS])
-    step.assert_table()
+def gather(table: Tensor, index: Tensor, rows: Tensor, out: Tensor, load: Tensor) -> Tensor:
+    return speedtorch.pinned_gather(table, index + 1 - 1) * 2
 
 
-def test_a_compiled_copy_writes_the_table_itself(place: Place) -> None:
-    step = Step(place)
-    rows = place.work(random_rows(ROWS, (COLUMNS,), torch.int32, seed=1))
-    compiled(lambda table, rows: speedtorch.pinned_copy(table, rows * 2))(step.table, rows)
-    step.expected.copy_(rows.cpu() * 2)
-    step.assert_table()
+def step(table: Tensor, index: Tensor, rows: Tensor, out: Tensor, load: Tensor) -> Tensor:
+    plan = speedtorch.plan_rows(index, ROWS)
+    read = speedtorch.pinned_gather(table, index, plan=plan)
+    speedtorch.pinned_scatter(table, index, read + 1, plan=plan)
+    speedtorch.pinned_scatter(table, index, rows, accumulate=True)
+    speedtorch.pinned_gather(table, load, out=out)
+    return speedtorch.pinned_gather(table, index)
+
+
+def swap(table: Tensor, index: Tensor, rows: Tensor, out: Tensor, load: Tensor) -> Tensor:
+    speedtorch.optimizer_state_swap([table], [rows + 1], index, [out], load)
+    return out + 1
+
+
+def copy(table: Tensor, index: Tensor, rows: Tensor, out: Tensor, load: Tensor) -> Tensor:
+    speedtorch.pinned_copy(table[:4], rows * 2)
+    return rows + 1
+
+
+@pytest.mark.parametrize("function", [gather, step, swap, copy])
+def test_a_compiled_function_works_on_the_tensors_themselves(
+    place: Place, function: Callable[..., Tensor]
+) -> None:
+    assert_does_the_same(compiled(function), function, place)
 
 
 def test_one_graph_serves_batches_of_any_length(place: Place) -> None:
-    step = Step(place)
+    values = random_rows(ROWS, (COLUMNS,), torch.int32, gap=2)
+    table = place.table(values)
     torch._dynamo.reset()
     function = torch.compile(
         lambda table, index: speedtorch.pinned_gather(table, index) + 1,
@@ -127,8 +89,7 @@ def test_one_graph_serves_batches_of_any_length(place: Place) -> None:
     )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in ([1, 2, 3], [4, 5], [36] * 9):
-            expected = step.values[ids] + 1
-            assert_same_bytes(function(step.table, place.ids(ids)), expected)
+            assert_same_bytes(function(table, place.ids(ids)), values[ids] + 1)
 
 
 def test_a_compiled_gather_has_a_gradient(place: Place) -> None:
@@ -192,66 +153,34 @@ def test_a_registered_swap_raises_where_the_compiler_loses_offsets() -> None:
 # torch.export
 
 
-class Exchange(nn.Module):
-    """Reads rows, writes them back doubled, and returns what it read."""
+class Step(nn.Module):
+    """Calls each op, by its function or as it is registered."""
 
-    def forward(self, table: Tensor, index: Tensor) -> Tensor:
-        """Returns the rows as they were."""
-        rows: Tensor = torch.ops.speedtorch.pinned_gather(table, index)
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Returns rows of the table."""
+        made = swap(*tensors), copy(*tensors), gather(*tensors)
+        table, index, rows, *_ = tensors
         torch.ops.speedtorch.pinned_scatter(table, index, rows * 2)
-        return rows
+        return torch.cat([*made, torch.ops.speedtorch.pinned_gather(table, index), step(*tensors)])
 
 
-def check_module(module: Any, step: Step) -> None:
-    """The module reads and writes the table that it is given."""
-    rows = module(step.table, step.index)
-    assert_same_bytes(rows, step.values[IDS])
-    step.expected[IDS] = step.values[IDS] * 2
-    step.assert_table()
-
-
-def test_an_exported_module_takes_the_table_as_an_argument(place: Place) -> None:
-    step = Step(place)
-    program = torch.export.export(Exchange(), (step.table, step.index))
-    step.assert_table()
-    check_module(program.module(), step)
-
-
-def test_an_exported_module_can_be_saved(place: Place) -> None:
-    step, archive = Step(place), io.BytesIO()
-    torch.export.save(torch.export.export(Exchange(), (step.table, step.index)), archive)
+def saved(program: Any) -> Any:
+    archive = io.BytesIO()
+    torch.export.save(program, archive)
     archive.seek(0)
-    check_module(torch.export.load(archive).module(), step)
+    return torch.export.load(archive).module()
 
 
-class Writes(nn.Module):
-    """Calls each Python function that writes."""
-
-    def forward(self, table: Tensor, rows: Tensor, index: Tensor, out: Tensor) -> Tensor:
-        """Returns the table's sum."""
-        speedtorch.pinned_copy(table[:2], rows)
-        speedtorch.pinned_scatter(table, index, rows + 1)
-        speedtorch.pinned_gather(table, index, out=out)
-        speedtorch.optimizer_state_swap([table], [rows * 2], index + 2, [out], index)
-        return table.sum()
-
-
-def writes_arguments() -> tuple[Tensor, ...]:
-    return torch.zeros(5, 2), torch.ones(2, 2), torch.tensor([1, 2]), torch.zeros(2, 2)
-
-
-def test_unflatten_keeps_the_writes_of_functions() -> None:
-    expected, given = writes_arguments(), writes_arguments()
-    Writes()(*expected)
-    program = torch.export.export(Writes(), writes_arguments())
-    torch.export.unflatten(program)(*given)
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
-
-
-def test_a_program_that_calls_functions_can_be_saved() -> None:
-    expected, given, archive = writes_arguments(), writes_arguments(), io.BytesIO()
-    Writes()(*expected)
-    torch.export.save(torch.export.export(Writes(), writes_arguments()), archive)
-    archive.seek(0)
-    torch.export.load(archive).module()(*given)
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+@pytest.mark.parametrize(
+    "build",
+    [lambda program: program.module(), torch.export.unflatten, saved],
+    ids=["exported", "unflattened", "saved"],
+)
+def test_an_exported_module_works_on_the_tensors_it_is_passed(
+    place: Place, build: Callable[[Any], Callable[..., Any]]
+) -> None:
+    given = arguments(place)
+    program = torch.export.export(Step(), given)
+    for tensor, expected in zip(given, arguments(CPU), strict=True):
+        assert_same_storage(tensor, expected)
+    assert_does_the_same(build(program), Step(), place)
