@@ -133,7 +133,7 @@ TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
 
 # Every kernel at small sizes.
 TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,counted.py \
-    moved_rows.py plan.py::test_any_number_of_ids plan.py::test_any_order_of_ids plan_fault.py \
+    moved_rows.py plan.py::test_any_batch plan_fault.py \
     pool_rows.py round_rows.py shard_ids.py::test_a_small_table \
     shard_ids.py::test_requested_ids_are_the_reference \
     split_plan.py::test_a_table_has_the_plan_of_its_own_ids \

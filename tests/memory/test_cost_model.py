@@ -49,25 +49,24 @@ def choose(driver: PretendedDriver) -> Callable[..., int]:
     return path
 
 
-def test_small_batches_take_one_launch(choose: Callable[..., int]) -> None:
-    assert choose("registered", 100) == DIRECT
-    assert choose("registered", 100, SCATTER) == DIRECT
-
-
-@pytest.mark.parametrize(("direction", "most"), [(GATHER, 4096), (SCATTER, 2048)])
-def test_a_batch_that_one_block_cannot_check_is_hashed(
-    choose: Callable[..., int], direction: int, most: int
+@pytest.mark.parametrize(
+    ("memory", "ids", "how", "expected"),
+    [
+        ("registered", 100, {}, DIRECT),
+        ("registered", 4096, {}, DIRECT),
+        ("registered", 4097, {}, DISTINCT),
+        ("registered", 100, {"direction": SCATTER}, DIRECT),
+        ("registered", 2048, {"direction": SCATTER}, DIRECT),
+        ("registered", 2049, {"direction": SCATTER}, DISTINCT),
+        ("registered", 1, {"direction": SCATTER, "accumulate": True}, ORDERED),
+        ("plain", 10, {}, STAGED),
+    ],
+)
+def test_the_path_of_a_batch(
+    choose: Callable[..., int], memory: str, ids: int, how: dict[str, int], expected: int
 ) -> None:
-    assert choose("registered", most, direction) == DIRECT
-    assert choose("registered", most + 1, direction) == DISTINCT
-
-
-def test_sums_are_always_ordered(choose: Callable[..., int]) -> None:
-    assert choose("registered", 1, SCATTER, accumulate=True) == ORDERED
-
-
-def test_pageable_memory_is_staged(choose: Callable[..., int]) -> None:
-    assert choose("plain", 10) == STAGED
+    """More ids than one block can check are hashed, and sums are always ordered."""
+    assert choose(memory, ids, **how) == expected
 
 
 def test_order_pays_once_it_saves_more_than_sorting_costs(driver: PretendedDriver) -> None:
@@ -112,12 +111,8 @@ def test_a_path_that_is_not_possible_is_not_forced(choose: Callable[..., int]) -
 # explain
 
 
-def explain_on_gpu(op: str, *args: object, **kwargs: object) -> cost_model.Explanation:
-    """As if the ids were on a GPU: meta tensors have no memory and are not on the CPU."""
-    return speedtorch.explain(op, *args, **kwargs)
-
-
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As if it were on a GPU: it has no memory and is not on the CPU."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -135,7 +130,9 @@ def test_an_explanation_has_path_reason_and_rates(driver: PretendedDriver) -> No
     costs[-2:] = 64.0
     cost_model.use_costs(costs, calibrated=True)
     table = speedtorch.empty((16, 128), memory="managed")
-    explanation = explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64))
+    before = len(driver.calls)
+    explanation = speedtorch.explain("pinned_gather", table, meta(1000, dtype=torch.int64))
+    assert not {"event_record", "advise_accessed_by"} & {name for name, *_ in driver.calls[before:]}
     assert (explanation.path, explanation.predicted_us) == ("direct", 10.0)
     assert explanation.predicted_gbps == explanation.measured_gbps == pytest.approx(51.2)
     assert (explanation.link_gbps, explanation.share_of_link) == (64.0, pytest.approx(0.8))
@@ -149,13 +146,13 @@ def test_an_explanation_has_path_reason_and_rates(driver: PretendedDriver) -> No
 def test_an_explanation_says_whose_figures_they_are(driver: PretendedDriver) -> None:
     cost_model.use_costs(_ops.costs(), calibrated=False)
     table = speedtorch.empty((16, 128), memory="managed")
-    text = str(explain_on_gpu("pinned_gather", table, meta(1000, dtype=torch.int64)))
+    text = str(speedtorch.explain("pinned_gather", table, meta(1000, dtype=torch.int64)))
     assert "not calibrated here: of an H200" in text
 
 
 def test_pageable_memory_is_explained_with_its_remedy(driver: PretendedDriver) -> None:
     ids = meta(8, dtype=torch.int64)
-    explanation = explain_on_gpu("pinned_scatter", torch.zeros(9, 4), ids, meta(8, 4))
+    explanation = speedtorch.explain("pinned_scatter", torch.zeros(9, 4), ids, meta(8, 4))
     assert explanation.path == "staged"
     assert "pin_memory_(table) pins it" in str(explanation)
     assert explanation.predicted_us is None
@@ -163,7 +160,7 @@ def test_pageable_memory_is_explained_with_its_remedy(driver: PretendedDriver) -
 
 def test_a_plan_is_followed(driver: PretendedDriver) -> None:
     table, ids = speedtorch.empty((16, 128), memory="managed"), meta(8, dtype=torch.int64)
-    explanation = explain_on_gpu("pinned_gather", table, ids, plan=[])
+    explanation = speedtorch.explain("pinned_gather", table, ids, plan=[])
     assert explanation.path == "ordered"
     assert "the ids are planned already" in explanation.why
 
@@ -171,19 +168,17 @@ def test_a_plan_is_followed(driver: PretendedDriver) -> None:
 def test_swaps_and_copies_have_one_path(driver: PretendedDriver) -> None:
     table, ids = speedtorch.empty((16, 128), memory="managed"), meta(8, dtype=torch.int64)
     rows = [meta(8, 128)]
-    assert explain_on_gpu("optimizer_state_swap", [table], rows, ids, rows, ids).path == "one sweep"
-    assert explain_on_gpu("pinned_copy", table, meta(16, 128)).path == "consecutive"
+    assert (
+        speedtorch.explain("optimizer_state_swap", [table], rows, ids, rows, ids).path
+        == "one sweep"
+    )
+    assert speedtorch.explain("pinned_copy", table, meta(16, 128)).path == "consecutive"
     pageable = torch.zeros(16, 128)
-    staged = explain_on_gpu("optimizer_state_swap", [table, pageable], rows * 2, ids, rows * 2, ids)
+    staged = speedtorch.explain(
+        "optimizer_state_swap", [table, pageable], rows * 2, ids, rows * 2, ids
+    )
     assert staged.path == "staged"
-    assert explain_on_gpu("pinned_copy", meta(16, 128), pageable).path == "torch"
-
-
-def test_explaining_runs_nothing(driver: PretendedDriver) -> None:
-    table = speedtorch.empty((16, 128), memory="managed")
-    before = len(driver.named("event_record"))
-    explain_on_gpu("pinned_gather", table, meta(8, dtype=torch.int64))
-    assert len(driver.named("event_record")) == before
+    assert speedtorch.explain("pinned_copy", meta(16, 128), pageable).path == "torch"
 
 
 def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
@@ -200,47 +195,66 @@ def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
 # multiprocessors and shapes of launches
 
 
-def test_the_number_of_multiprocessors_is_set_and_returned() -> None:
-    usual = speedtorch.get_num_sms()
-    speedtorch.set_num_sms(5)
-    assert speedtorch.get_num_sms() == 5
-    speedtorch.set_num_sms(usual)
-
-
 def launch(
     row_bytes: int,
     rows: int,
     *,
     direction: int = GATHER,
     bits: int = 0,
-    bulk: bool = True,
+    bulk: int = 1,
     sms: int = 16,
 ) -> dict[str, int]:
     names = ("bulk", "blocks", "threads", "access_bytes", "per_row", "shared_bytes")
-    return dict(
-        zip(
-            names,
-            _ops.link_launch(direction, row_bytes, bits or row_bytes, bits, rows, bulk, sms),
-            strict=True,
+    addresses = bits or row_bytes, bits
+    made = _ops.link_launch(direction, row_bytes, *addresses, rows, bool(bulk), sms)
+    return dict(zip(names, made, strict=True))
+
+
+MANY = 100_000
+LAUNCHES: dict[str, list[tuple[dict[str, int], dict[str, int]]]] = {
+    "accesses are as wide as length and addresses allow": [
+        ({"row_bytes": row_bytes, "bits": bits, "rows": 100}, {"access_bytes": access})
+        for row_bytes, bits, access in (
+            *((512, 0, 16), (512, 8, 8), (188, 0, 4), (94, 0, 2)),
+            *((47, 0, 1), (1536, 3, 1), (24, 0, 8)),
         )
-    )
+    ],
+    "a row is shared by as many threads as it has accesses": [
+        ({"row_bytes": row_bytes, "rows": 100}, {"per_row": lanes})
+        for row_bytes, lanes in ((4, 1), (12, 3), (64, 4), (188, 32), (512, 32), (8192, 32))
+    ],
+    "bulk copies serve large batches of long aligned rows": [
+        ({"row_bytes": 512, "rows": 4097}, {"bulk": 1}),
+        ({"row_bytes": 512, "rows": 4097, "bulk": 0}, {"bulk": 0}),  # not on this GPU
+        ({"row_bytes": 512, "rows": 4096}, {"bulk": 0}),  # a small batch
+        ({"row_bytes": 240, "rows": MANY}, {"bulk": 0}),  # short rows
+        ({"row_bytes": 512, "bits": 4, "rows": MANY}, {"bulk": 0}),  # rows that begin anywhere
+        ({"row_bytes": 400, "rows": MANY}, {"bulk": 0}),  # or within a line
+        ({"row_bytes": 514, "rows": MANY}, {"bulk": 0}),
+    ],
+    "long rows are copied in chunks": [
+        ({"row_bytes": row_bytes, "rows": MANY}, {"per_row": pieces, "access_bytes": piece_bytes})
+        for row_bytes, pieces, piece_bytes in ((512, 1, 512), (2048, 1, 2048), (8320, 5, 2048))
+    ],
+    "bulk copies of long rows take few multiprocessors": [
+        (
+            {"row_bytes": row_bytes, "rows": MANY, "direction": direction, "sms": sms},
+            {"blocks": min(blocks, sms)},
+        )
+        for row_bytes, direction, blocks in (
+            *((512, GATHER, 3), (512, SCATTER, 2), (1536, GATHER, 2)),
+            *((1536, SCATTER, 2), (256, GATHER, 16)),
+        )
+        for sms in (16, 1)
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "bits", "access"),
-    [(512, 0, 16), (512, 8, 8), (188, 0, 4), (94, 0, 2), (47, 0, 1), (1536, 3, 1), (24, 0, 8)],
-)
-def test_accesses_are_as_wide_as_length_and_addresses_allow(
-    row_bytes: int, bits: int, access: int
-) -> None:
-    assert launch(row_bytes, 100, bits=bits)["access_bytes"] == access
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "lanes"), [(4, 1), (12, 3), (64, 4), (188, 32), (512, 32), (8192, 32)]
-)
-def test_a_row_is_shared_by_as_many_threads_as_it_has_accesses(row_bytes: int, lanes: int) -> None:
-    assert launch(row_bytes, 100)["per_row"] == lanes
+@pytest.mark.parametrize("fact", LAUNCHES)
+def test_the_shape_of_a_launch(fact: str) -> None:
+    for given, expected in LAUNCHES[fact]:
+        shape = launch(**given)
+        assert {name: shape[name] for name in expected} == expected, given
 
 
 @pytest.mark.parametrize("sms", [1, 4, 16, 64])
@@ -251,43 +265,6 @@ def test_a_launch_stays_within_its_multiprocessors(row_bytes: int, rows: int, sm
     assert 1 <= shape["blocks"] <= sms
     assert 32 <= shape["threads"] <= 512
     assert shape["shared_bytes"] <= 227 * 1024
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "bits", "rows", "bulk"),
-    [
-        (512, 0, 4097, True),
-        (512, 0, 4096, False),  # a small batch
-        (240, 0, 100_000, False),  # short rows
-        (512, 4, 100_000, False),  # rows that begin anywhere
-        (400, 0, 100_000, False),  # or within a line
-        (514, 0, 100_000, False),
-    ],
-)
-def test_bulk_copies_serve_large_batches_of_long_aligned_rows(
-    row_bytes: int, bits: int, rows: int, bulk: bool
-) -> None:
-    assert launch(row_bytes, rows, bits=bits)["bulk"] == bulk
-    assert not launch(row_bytes, rows, bits=bits, bulk=False)["bulk"]
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "pieces", "piece_bytes"), [(512, 1, 512), (2048, 1, 2048), (8320, 5, 2048)]
-)
-def test_long_rows_are_copied_in_chunks(row_bytes: int, pieces: int, piece_bytes: int) -> None:
-    shape = launch(row_bytes, 100_000)
-    assert (shape["per_row"], shape["access_bytes"]) == (pieces, piece_bytes)
-
-
-@pytest.mark.parametrize(
-    ("row_bytes", "direction", "sms"),
-    [(512, GATHER, 3), (512, SCATTER, 2), (1536, GATHER, 2), (1536, SCATTER, 2), (256, GATHER, 16)],
-)
-def test_bulk_copies_of_long_rows_take_few_multiprocessors(
-    row_bytes: int, direction: int, sms: int
-) -> None:
-    assert launch(row_bytes, 100_000, direction=direction)["blocks"] == sms
-    assert launch(row_bytes, 100_000, direction=direction, sms=1)["blocks"] == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,27 +284,22 @@ def with_link(*gbps: float) -> None:
     cost_model.use_costs(costs, calibrated=True)
 
 
-@pytest.mark.parametrize("link", [(12.0, 12.0), (26.0, 25.0), (51.0, 51.2), (57.0, 58.0)], ids=str)
-def test_links_up_to_pcie_5_take_as_many_multiprocessors_as_ever(
-    unset_sms: None, link: tuple[float, float]
-) -> None:
-    with_link(*link)
-    assert speedtorch.get_num_sms() == 16
-    assert [launch(512, 100_000, sms=132)["blocks"] for _ in range(2)] == [3, 3]
-    assert launch(1536, 100_000, sms=132)["blocks"] == 2
-
-
 @pytest.mark.parametrize(
-    ("link", "sms", "gather", "record"), [((110.8, 120), 32, 6, 4), ((415.5, 387.8), 112, 21, 14)]
+    ("link", "sms", "gather", "record"),
+    [
+        *((link, 16, 3, 2) for link in ((12.0, 12.0), (26.0, 25.0), (51.0, 51.2), (57.0, 58.0))),
+        ((110.8, 120), 32, 6, 4),
+        ((415.5, 387.8), 112, 21, 14),
+    ],
 )
-def test_a_faster_link_takes_as_many_times_more(
+def test_links_that_are_faster_than_pcie_5_take_as_many_times_more_multiprocessors(
     unset_sms: None, link: tuple[float, float], sms: int, gather: int, record: int
 ) -> None:
     with_link(*link)
     assert speedtorch.get_num_sms() == sms
-    assert launch(512, 100_000, sms=132)["blocks"] == gather
+    assert [launch(512, 100_000, sms=132)["blocks"] for _ in range(2)] == [gather] * 2
     assert launch(1536, 100_000, sms=132)["blocks"] == record
-    assert launch(1536, 100_000, sms=3)["blocks"] == 3
+    assert launch(1536, 100_000, sms=3)["blocks"] == min(record, 3)
 
 
 def test_what_the_user_has_set_is_a_limit_on_any_link(unset_sms: None) -> None:

@@ -7,18 +7,20 @@ import threading
 
 import pytest
 import torch
-from conftest import NEEDS_GPU, Place
+from conftest import NEEDS_GPU
 from cuda_calls import Driver
 from graph_capture import captured
-from reference import assert_same_bytes, random_rows
+from reference import assert_same_bytes, assert_same_storage, random_rows
+from test_memory_gpu import NBYTES, OWN, ROWS, WIDTH, table_of
 from torch import Tensor
 
 import speedtorch
+from speedtorch import HostTable, memory_kind, memory_stats, unpin_memory_
 from speedtorch.memory.host_memory import release
 
 pytestmark = NEEDS_GPU
 
-ROWS, WIDTH, IDS = 1000, 256, [999, 0, 500]
+IDS = [999, 0, 500]
 
 
 def capture_gather(table: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
@@ -32,57 +34,90 @@ def capture_gather(table: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
     return captured(work), index, out
 
 
-@pytest.mark.parametrize("kind", ["managed", "registered", "torch_pinned"])
+@pytest.mark.parametrize("kind", [*OWN, "in_place", "torch_pinned"])
 def test_a_graph_keeps_the_memory_of_its_table(kind: str) -> None:
     values = random_rows(ROWS, (WIDTH,))
-    graph, index, out = capture_gather(Place("cuda", kind).table(values))
     gc.collect()
-    more_tables = [
-        Place("cuda", kind).table(random_rows(ROWS, (WIDTH,), seed=seed)) for seed in (1, 2, 3)
-    ]
+    before = sum(memory_stats().values())
+    graph, index, out = capture_gather(table_of(kind, values))
+    gc.collect()
+    assert sum(memory_stats().values()) == before + (NBYTES if kind != "torch_pinned" else 0)
+    more_tables = [table_of(kind, random_rows(ROWS, (WIDTH,), seed=seed)) for seed in range(4)]
     out.zero_()
     graph.replay()
     speedtorch.synchronize()
     assert_same_bytes(out, values[IDS])
-    assert (len(more_tables), index.tolist()) == (3, IDS)
+    assert (len(more_tables), index.tolist()) == (4, IDS)
 
 
-@pytest.mark.parametrize("kind", ["managed", "registered"])
+@pytest.mark.parametrize("kind", [*OWN, "in_place"])
+def test_released_memory_goes_with_its_tensor_whatever_was_captured(kind: str) -> None:
+    gc.collect()
+    before = memory_stats()
+    table = table_of(kind, torch.zeros(ROWS, WIDTH))
+    kept = capture_gather(table)
+    release(table)
+    del table
+    assert memory_stats() == before
+    assert len(kept) == 3
+
+
+def test_unpinning_what_a_graph_reads_is_refused_until_it_is_released() -> None:
+    table = table_of("in_place", torch.zeros(ROWS, WIDTH))
+    kept = capture_gather(table)
+    with pytest.raises(RuntimeError, match="unpin_memory_: .*graph.*release"):
+        unpin_memory_(table)
+    assert memory_kind(table) == "registered"
+    release(table)
+    unpin_memory_(table)
+    assert memory_kind(table) == "plain"
+    assert len(kept) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("kind", [*OWN, "in_place"])
+def test_memory_is_neither_made_nor_pinned_during_capture(kind: str) -> None:
+    zeros = torch.zeros(ROWS, WIDTH)
+    message = "not supported while a CUDA graph is captured"
+    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        table_of(kind, zeros)
+    torch.cuda.synchronize()
+    assert_same_storage(table_of(kind, zeros), zeros)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_closing_a_table_releases_what_was_captured(kind: str) -> None:
+    gc.collect()
+    before = memory_stats()
+    table = HostTable(ROWS, WIDTH, memory=kind)  # type: ignore[arg-type]
+    kept = capture_gather(table["weight"])
+    assert memory_stats()[kind] == before[kind] + NBYTES
+    table.close()
+    del table
+    assert memory_stats() == before
+    assert len(kept) == 3
+
+
+@pytest.mark.parametrize("kind", OWN)
 def test_memory_of_dead_tables_is_captured_and_goes_when_no_graph_will_use_it(kind: str) -> None:
     gc.collect()
     release()  # what earlier tests left
-    before = speedtorch.memory_stats()
-    kept = capture_gather(Place("cuda", kind).table(random_rows(ROWS, (WIDTH,))))
+    before = memory_stats()
+    kept = capture_gather(table_of(kind, random_rows(ROWS, (WIDTH,))))
     gc.collect()
-    after = speedtorch.memory_stats()
-    assert after["captured"] == before["captured"] + ROWS * WIDTH * 4
+    after = memory_stats()
+    assert after["captured"] == before["captured"] + NBYTES
     assert after[kind] == before[kind]
     assert len(kept) == 3
     del kept
     release()
-    assert speedtorch.memory_stats() == before
+    assert memory_stats() == before
 
 
-@pytest.mark.parametrize("kind", ["managed", "registered"])
-def test_released_memory_goes_with_its_table(kind: str) -> None:
-    place, nbytes = Place("cuda", kind), ROWS * WIDTH * 4
-    gc.collect()
-    before = speedtorch.memory_stats()
-    table = place.table(random_rows(ROWS, (WIDTH,)))
-    kept = capture_gather(table)
-    assert speedtorch.memory_stats()[kind] == before[kind] + nbytes
-    release(table)
-    del table
-    gc.collect()
-    assert speedtorch.memory_stats() == before
-    assert len(kept) == 3
-
-
-@pytest.mark.parametrize("kind", ["managed", "registered"])
+@pytest.mark.parametrize("kind", OWN)
 def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
-    place, values = Place("cuda", kind), random_rows(ROWS, (WIDTH,))
-    table, index = place.table(values), place.ids([3, 4])
-    more_tables = [place.table(random_rows(ROWS, (WIDTH,)))]
+    values, index = random_rows(ROWS, (WIDTH,)), torch.tensor([3, 4], device="cuda")
+    table, more_tables = table_of(kind, values), [table_of(kind, values)]
     speedtorch.pinned_gather(more_tables[0], index)
     out = torch.zeros(2, WIDTH, device="cuda")
     speedtorch.pinned_gather(table, index, out=out)
@@ -98,9 +133,9 @@ def test_a_table_may_go_while_a_graph_is_captured(kind: str) -> None:
     release(table)
 
 
-@pytest.mark.parametrize("kind", ["managed", "registered", "torch_pinned"])
+@pytest.mark.parametrize("kind", [*OWN, "torch_pinned"])
 def test_release_waits_for_replays(kind: str) -> None:
-    table = Place("cuda", kind).table(random_rows(ROWS, (WIDTH,)))
+    table = table_of(kind, random_rows(ROWS, (WIDTH,)))
     kept = capture_gather(table)
     with Driver() as driver:
         release(table)
@@ -128,7 +163,7 @@ INVALIDATES = pytest.mark.xfail(run=False, reason="a table that torch pinned end
 def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind: str) -> None:
     values = random_rows(ROWS, (WIDTH,))
     index = torch.tensor(IDS, device="cuda")
-    speedtorch.pinned_gather(Place("cuda", "managed").table(values), index)
+    speedtorch.pinned_gather(table_of("managed", values), index)
     speedtorch.synchronize()
     # Of another pool of streams than that of the capture, which torch hands out in turns.
     side = torch.cuda.Stream(priority=-1)
@@ -139,12 +174,7 @@ def test_another_thread_may_make_and_drop_tables_while_a_graph_is_captured(kind:
         inside.wait()
         try:
             with torch.cuda.stream(side):
-                if kind == "in_place":
-                    table = speedtorch.pin_memory_(values.clone())
-                elif kind == "torch_pinned":
-                    table = pinned
-                else:
-                    table = Place("cuda", kind).table(values)
+                table = pinned if kind == "torch_pinned" else table_of(kind, values)
                 results.append(speedtorch.pinned_gather(table, index, out=out))
                 del table
         except Exception as error:

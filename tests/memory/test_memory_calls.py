@@ -13,14 +13,6 @@ from cuda_calls import INVALID_VALUE, PretendedDriver, mapping_of
 from speedtorch import empty, memory_kind, pin_memory_, unpin_memory_
 from speedtorch.ops.functions import _ops
 
-
-def without_managed(monkeypatch: pytest.MonkeyPatch) -> PretendedDriver:
-    """A GPU that torch and the library find and that has no concurrentManagedAccess."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_ops, "built_with_cuda", lambda: True)
-    return PretendedDriver(False)
-
-
 # What is asked of CUDA, in which order
 
 
@@ -65,18 +57,27 @@ def test_a_gpu_without_concurrent_access_is_refused_by_name() -> None:
         assert driver.nothing_left()
 
 
-def test_auto_takes_managed_memory_where_every_gpu_can_use_it(driver: PretendedDriver) -> None:
-    assert memory_kind(empty(10)) == "managed"
+def machine(monkeypatch: pytest.MonkeyPatch, *gpus: bool) -> PretendedDriver:
+    """GPUs that torch and the library find; for each, if it has concurrentManagedAccess."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(_ops, "built_with_cuda", lambda: True)
+    return PretendedDriver(*gpus)
 
 
-def test_auto_falls_back_to_registered_memory_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    with without_managed(monkeypatch), warnings.catch_warnings():
+@pytest.mark.parametrize(
+    ("gpus", "kind"), [([True], "managed"), ([False], "registered"), ([], "plain")], ids=str
+)
+def test_auto_is_the_first_kind_that_every_gpu_can_use(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[bool], kind: str
+) -> None:
+    with machine(monkeypatch, *gpus) as driver, warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert memory_kind(empty(10)) == "registered"
+        assert memory_kind(empty(10)) == kind
+        assert driver.nothing_left()
 
 
 def test_auto_falls_back_to_plain_memory_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    with without_managed(monkeypatch) as driver:
+    with machine(monkeypatch, False) as driver:
         driver.fail("host_register")
         with pytest.warns(UserWarning) as caught:
             tensor = empty(10)
@@ -85,14 +86,6 @@ def test_auto_falls_back_to_plain_memory_with_one_warning(monkeypatch: pytest.Mo
         assert re.search(text, str(warning.message))
         assert warning.filename == __file__
         assert memory_kind(tensor) == "plain"
-        assert driver.nothing_left()
-
-
-def test_auto_is_plain_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with PretendedDriver() as driver, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert memory_kind(empty(10)) == "plain"
         assert driver.nothing_left()
 
 

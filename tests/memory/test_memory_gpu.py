@@ -27,6 +27,8 @@ def table_of(kind: str, values: Tensor) -> Tensor:
     """The values in memory of a kind; "in_place" is torch's own memory, pinned where it is."""
     if kind == "in_place":
         return pin_memory_(values.clone())
+    if kind == "torch_pinned":
+        return values.pin_memory()
     return empty(values.shape, dtype=values.dtype, memory=kind).copy_(values)
 
 

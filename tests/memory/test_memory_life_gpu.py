@@ -9,15 +9,12 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from cuda_calls import Driver
-from graph_capture import captured
-from reference import assert_same_bytes, assert_same_storage, random_rows
-from test_memory_gpu import LONG, NBYTES, OWN, ROWS, WIDTH, all_rows, table_of
+from reference import assert_same_bytes, random_rows
+from test_memory_gpu import LONG, OWN, ROWS, WIDTH, all_rows, table_of
 from test_memory_processes import lines_of, run_python
 from torch import Tensor
 
 import speedtorch
-from speedtorch import HostTable, memory_kind, memory_stats, unpin_memory_
-from speedtorch.memory.host_memory import release
 
 pytestmark = NEEDS_GPU
 
@@ -30,13 +27,17 @@ def newer_memory(kind: str) -> list[Tensor]:
 # Nothing goes before the GPU is done
 
 
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*OWN, "in_place", "torch_pinned"])
+@pytest.mark.parametrize("streams", [1, 3], ids="streams_{}".format)
+def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str, streams: int) -> None:
     index, values = all_rows(), random_rows(ROWS, (WIDTH,))
-    table = table_of(kind, values)
-    torch.cuda._sleep(LONG)
-    results = [speedtorch.pinned_gather(table, index) for _ in range(100)]
+    table, results = table_of(kind, values), []
+    for _ in range(streams):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(LONG)
+            results += [speedtorch.pinned_gather(table, index) for _ in range(100)]
     del table
+    gc.collect()
     reused = newer_memory(kind)
     torch.cuda.synchronize()
     for result in results:
@@ -44,7 +45,7 @@ def test_a_table_deleted_behind_a_long_queue_was_read_whole(kind: str) -> None:
     assert len(reused) == 4
 
 
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
+@pytest.mark.parametrize("kind", [*OWN, "in_place", "torch_pinned"])
 def test_late_writes_do_not_reach_newer_memory(kind: str) -> None:
     index, rows = all_rows(), torch.full((ROWS, WIDTH), 7.0, device="cuda")
     table = table_of(kind, torch.zeros(ROWS, WIDTH))
@@ -104,82 +105,6 @@ def test_memory_is_given_back_after_waiting_for_every_stream_that_used_it(kind: 
         ("event_destroy", event) for event in events
     ]
     assert last[-1] == (give_back, address)
-
-
-# Captured graphs
-
-
-def capture_gather(table: Tensor, out: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph that gathers rows 999, 0 and 500, and its ids."""
-    index = torch.tensor([999, 0, 500], device="cuda")
-
-    def work() -> None:
-        speedtorch.pinned_gather(table, index, out=out)
-
-    return captured(work), index
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_a_captured_graph_reads_the_rows_of_a_table_that_died(kind: str) -> None:
-    values, out = random_rows(ROWS, (WIDTH,)), torch.zeros(3, WIDTH, device="cuda")
-    gc.collect()
-    before = sum(memory_stats().values())
-    table = table_of(kind, values)
-    graph, _index = capture_gather(table, out)
-    del table
-    assert sum(memory_stats().values()) == before + NBYTES
-    reused = newer_memory(kind)
-    graph.replay()
-    assert_same_bytes(out, values[[999, 0, 500]])
-    assert len(reused) == 4
-
-
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_released_memory_goes_with_its_tensor_whatever_was_captured(kind: str) -> None:
-    gc.collect()
-    before = memory_stats()
-    table = table_of(kind, torch.zeros(ROWS, WIDTH))
-    kept = capture_gather(table, torch.zeros(3, WIDTH, device="cuda"))
-    release(table)
-    del table
-    assert memory_stats() == before
-    assert len(kept) == 2
-
-
-def test_unpinning_what_a_graph_reads_is_refused_until_it_is_released() -> None:
-    table = table_of("in_place", torch.zeros(ROWS, WIDTH))
-    kept = capture_gather(table, torch.zeros(3, WIDTH, device="cuda"))
-    with pytest.raises(RuntimeError, match="unpin_memory_: .*graph.*release"):
-        unpin_memory_(table)
-    assert memory_kind(table) == "registered"
-    release(table)
-    unpin_memory_(table)
-    assert memory_kind(table) == "plain"
-    assert len(kept) == 2
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("kind", [*OWN, "in_place"])
-def test_memory_is_neither_made_nor_pinned_during_capture(kind: str) -> None:
-    zeros = torch.zeros(ROWS, WIDTH)
-    message = "not supported while a CUDA graph is captured"
-    with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        table_of(kind, zeros)
-    torch.cuda.synchronize()
-    assert_same_storage(table_of(kind, zeros), zeros)
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_closing_a_table_releases_what_was_captured(kind: str) -> None:
-    gc.collect()
-    before = memory_stats()
-    table = HostTable(ROWS, WIDTH, memory=kind)
-    kept = capture_gather(table["weight"], torch.zeros(3, WIDTH, device="cuda"))
-    assert memory_stats()[kind] == before[kind] + NBYTES
-    table.close()
-    del table
-    assert memory_stats() == before
-    assert len(kept) == 2
 
 
 # Processes

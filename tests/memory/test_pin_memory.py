@@ -42,11 +42,12 @@ def test_memory_is_registered_in_chunks_of_at_most_256_gib(driver: PretendedDriv
     assert driver.named("host_unregister") == unregistered
 
 
+@pytest.mark.parametrize("captures", [False, True], ids=["alone", "beside a capture"])
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_a_chunk_that_fails_unregisters_the_chunks_before_it(
-    driver: PretendedDriver, stats: Callable[[], dict[str, int]], chunk: int
+    driver: PretendedDriver, stats: Callable[[], dict[str, int]], chunk: int, captures: bool
 ) -> None:
-    tensor = reserved(520 * GIB)
+    tensor, driver.other_captures = reserved(520 * GIB), captures
     driver.fail("host_register", chunk, chunk + 1)  # for writing, then the retry for reading
     with pytest.raises(RuntimeError, match=f"pinning {520 * GIB} bytes .*pretended reason 2"):
         pin_memory_(tensor)

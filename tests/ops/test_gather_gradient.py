@@ -115,34 +115,6 @@ def test_no_ids_give_an_empty_gradient(place: Place) -> None:
     assert not grad.cpu().to_dense().any()
 
 
-def test_it_equals_finite_differences(place: Place) -> None:
-    index, weights = place.ids(IDS), torch.rand(6, 2, dtype=torch.float64).to(place.device)
-    values = torch.rand(8, 2, dtype=torch.float64)
-
-    def loss(table: Tensor) -> Tensor:
-        return (gather(table, index).sin() * weights).sum()
-
-    table = place.table(values).requires_grad_()
-    loss(table).backward()
-    assert table.grad is not None
-    step = 1e-6
-    for element, slope in enumerate(table.grad.cpu().to_dense().flatten().tolist()):
-        ends = []
-        for sign in (1, -1):
-            moved = values.flatten().clone()
-            moved[element] += sign * step
-            ends.append(loss(place.table(moved.reshape(8, 2))).item())
-        assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-8)
-
-
-def test_two_batches_add_up(place: Place) -> None:
-    table = place.table(numbers(8, 4)).requires_grad_()
-    for ids in ([1, 2], [2, 7]):
-        gather(table, place.ids(ids)).sum().backward()
-    assert table.grad is not None
-    assert table.grad.cpu().to_dense()[:, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 1]
-
-
 def test_a_sparse_optimizer_changes_the_named_rows_alone(place: Place) -> None:
     values = numbers(8, 4)
     table = place.table(values).requires_grad_()

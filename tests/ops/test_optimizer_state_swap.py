@@ -171,15 +171,6 @@ def test_many_fields(place: Place) -> None:
     check(place, host, place.ids(EVICT), place.ids(LOAD))
 
 
-def test_fields_may_be_tables_of_their_own(place: Place) -> None:
-    host = [
-        random_rows(37, (13,), torch.float32, gap=3, offset=1),
-        random_rows(37, (2, 5), torch.bfloat16, seed=1),
-        random_rows(37, (), torch.int64, gap=1, seed=2),
-    ]
-    check(place, host, place.ids(EVICT), place.ids(LOAD), spare=2)
-
-
 @pytest.mark.parametrize(
     ("evict", "load"),
     [
@@ -223,15 +214,3 @@ def test_thousands_of_rows(place: Place) -> None:
 
 def test_a_table_without_rows_is_legal(place: Place) -> None:
     check(place, [random_rows(0, (4,))], place.ids([]), place.ids([]), spare=1)
-
-
-def test_two_swaps_write_every_row_back(place: Place) -> None:
-    values = random_rows(37, (6,))
-    host, first, second = place.table(values), place.ids([4, 7, 9]), place.ids([9, 30, 4])
-    none, resident = place.ids([]), place.work(random_rows(3, (6,), seed=1))
-    after = place.work(random_rows(3, (6,), seed=2))
-    speedtorch.optimizer_state_swap([host], [after], none, [resident], first)
-    speedtorch.optimizer_state_swap([host], [resident], first, [after], second)
-    speedtorch.optimizer_state_swap([host], [after], second, [resident], none)
-    speedtorch.synchronize()
-    assert_same_storage(host, values)

@@ -86,28 +86,11 @@ def test_rows_may_have_any_number_of_dimensions(
     check(place, random_rows(37, row_shape, torch.int16, gap=gap), place.ids(IDS))
 
 
-@pytest.mark.parametrize("ids", [[], [0, 1, 0]], ids=["no_ids", "ids"])
-@pytest.mark.parametrize("row_shape", [(0,), (3, 0)], ids=str)
-def test_rows_without_columns_are_legal(
-    place: Place, row_shape: tuple[int, ...], ids: list[int]
-) -> None:
-    check(place, random_rows(2, row_shape), place.ids(ids))
-
-
-@pytest.mark.parametrize("row_shape", [(), (4,), (0,)], ids=str)
-def test_a_table_without_rows_is_legal(place: Place, row_shape: tuple[int, ...]) -> None:
-    check(place, random_rows(0, row_shape), place.ids([]))
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=dtype_name)
 @pytest.mark.parametrize("layout", INDEX_LAYOUTS)
 def test_ids_may_have_any_shape_and_strides(place: Place, layout: str, dtype: torch.dtype) -> None:
     index = INDEX_LAYOUTS[layout](place.ids(IDS, dtype))
     check(place, random_rows(37, (5,)), index)
-
-
-def test_an_id_as_often_as_it_is_named(place: Place) -> None:
-    check(place, random_rows(37, (33,)), place.ids([7] * 1000 + [8, 7]))
 
 
 def test_more_ids_than_any_block_holds(place: Place) -> None:
@@ -158,20 +141,6 @@ def test_out_is_filled_and_returned(place: Place, ids_on: str) -> None:
     result = speedtorch.pinned_gather(place.table(values), ids, out=out)
     assert result is out
     assert_same_bytes(out, reference.pinned_gather(values, index))
-
-
-@pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("ids", [IDS, []], ids=["ids", "no_ids"])
-def test_planned_rows_equal_unplanned_rows(place: Place, spacing: str, ids: list[int]) -> None:
-    gap, offset = SPACINGS[spacing]
-    values = random_rows(37, (13,), torch.float64, gap=gap, offset=offset)
-    table, index = place.table(values), place.ids(ids)
-    plan = speedtorch.plan_rows(index, 37)
-    expected = reference.pinned_gather(values, index.cpu())
-    assert_same_bytes(speedtorch.pinned_gather(table, index, plan=plan), expected)
-    out = torch.empty(expected.shape, dtype=expected.dtype, device=place.device)
-    assert speedtorch.pinned_gather(table, index, plan=plan, out=out) is out
-    assert_same_bytes(out, expected)
 
 
 def test_a_plan_serves_tables_of_other_widths(place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import reference
 import torch
@@ -45,45 +47,34 @@ def test_ids_may_have_any_shape_and_strides(device: str, layout: str, dtype: tor
     check(INDEX_LAYOUTS[layout](torch.tensor(IDS, dtype=dtype, device=device)), 37)
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [[], [0], [5, 5, 5], list(range(20)), list(range(19, -1, -1)), [19, 0] * 9],
-    ids=["none", "one", "equal", "rising", "falling", "two"],
-)
-def test_any_order_of_ids(device: str, ids: list[int]) -> None:
-    check(torch.tensor(ids, dtype=torch.int64, device=device), 20)
+def drawn(count: int) -> list[int]:
+    random = torch.Generator().manual_seed(count)
+    ids: list[int] = torch.randint(300, (count,), generator=random).tolist()
+    return ids
 
 
-def test_no_ids_of_no_rows(device: str) -> None:
-    check(torch.tensor([], dtype=torch.int64, device=device), 0)
+BATCHES: dict[str, tuple[list[int], int]] = {
+    "none": ([], 20),
+    "none of no rows": ([], 0),
+    "one": ([0], 20),
+    "equal": ([5, 5, 5], 20),
+    "rising": (list(range(20)), 20),
+    "falling": (list(range(19, -1, -1)), 20),
+    "two": ([19, 0] * 9, 20),
+    **{
+        f"{count} ids": (drawn(count), 300)
+        for count in (31, 32, 33, 255, 256, 257, 1023, 1025, 4097)
+    },
+    **{
+        f"{n} rows": ([n - 1, 0, n // 2, n - 2, n // 2, 1, n - 1, 2**31 - 2], n)
+        for n in (2**31 - 1, 2**31, 2**31 + 1, 2**32 + 1, 2**40, 2**63 - 1)
+    },
+}
 
 
-@pytest.mark.parametrize("count", [31, 32, 33, 255, 256, 257, 1023, 1025, 4097])
-def test_any_number_of_ids(device: str, count: int) -> None:
-    ids = torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(count))
-    check(ids.to(device), 300)
-
-
-@pytest.mark.parametrize("rows", [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 1, 2**40, 2**63 - 1])
-def test_ids_beyond_32_bits(device: str, rows: int) -> None:
-    ids = [rows - 1, 0, rows // 2, rows - 2, rows // 2, 1, rows - 1, 2**31 - 2]
-    check(torch.tensor(ids, device=device), rows)
-
-
-def test_many_ids_keep_their_order(device: str) -> None:
-    count = 300_007
-    ids = torch.randint(0, 9000, (count,), generator=torch.Generator().manual_seed(6)) * 10**9
-    plan = speedtorch.plan_rows(ids.to(device), 9000 * 10**9)
-    unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    distinct = unique.numel()
-    assert torch.equal(plan[0][:distinct].cpu(), unique)
-    assert torch.equal(plan[1].cpu(), inverse)
-    assert torch.equal(plan[2].cpu(), torch.sort(ids, stable=True).indices)
-    assert torch.equal(
-        plan[3][: distinct + 1].cpu(), torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    )
-    assert plan[3][distinct:].eq(count).all()
-    assert plan[4][:6].cpu()[[0, 1, 3, 4, 5]].tolist() == [0, count, distinct, 9000 * 10**9, count]
+@pytest.mark.parametrize(("ids", "rows"), BATCHES.values(), ids=BATCHES)
+def test_any_batch(device: str, ids: list[int], rows: int) -> None:
+    check(torch.tensor(ids, dtype=torch.int64, device=device), rows)
 
 
 def test_a_plan_does_not_change_its_ids(device: str) -> None:
@@ -95,40 +86,31 @@ def test_a_plan_does_not_change_its_ids(device: str) -> None:
 # Plans that do not fit
 
 
-@pytest.mark.parametrize("rows", [36, 38, 10**12])
-def test_a_plan_of_another_table_is_refused(place: Place, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("ids", "rows", "error", "message"),
+    [
+        *(([1, 0, 5], n, (ValueError, IndexError), rf"{n}.*37") for n in (36, 38, 10**12)),
+        ([1, 0], 37, ValueError, r"\b2\b.*\b3\b"),
+    ],
+    ids=["fewer rows", "a row more", "many rows", "fewer ids"],
+)
+def test_a_plan_of_another_table_or_number_of_ids_is_refused(
+    place: Place, ids: list[int], rows: int, error: Any, message: str
+) -> None:
     values = random_rows(37, (5,))
     table, index = place.table(values), place.ids([1, 0, 5])
-    plan = speedtorch.plan_rows(index, rows)
-    rows_to_write = place.work(random_rows(3, (5,), seed=1))
-    with pytest.raises((ValueError, IndexError), match=rf"pinned_gather: .*plan.*{rows}.*37"):
-        speedtorch.pinned_gather(table, index, plan=plan)
-        speedtorch.synchronize()
-    with pytest.raises((ValueError, IndexError), match=rf"pinned_scatter: .*plan.*{rows}.*37"):
-        speedtorch.pinned_scatter(table, index, rows_to_write, plan=plan)
-        speedtorch.synchronize()
-    good = speedtorch.plan_rows(index, 37)
-    for plans in ((plan, good), (good, plan)):
-        swap = [table], [rows_to_write], index, [rows_to_write.clone()], index
-        with pytest.raises((ValueError, IndexError), match=rf"_swap: .*plan.*{rows}.*37"):
-            speedtorch.optimizer_state_swap(*swap, evict_plan=plans[0], load_plan=plans[1])
-            speedtorch.synchronize()
-    reference.assert_same_storage(table, values)
-
-
-def test_a_plan_of_another_number_of_ids_is_refused(place: Place) -> None:
-    values = random_rows(37, (5,))
-    table, index = place.table(values), place.ids([1, 0, 5])
-    plan = speedtorch.plan_rows(place.ids([1, 0]), 37)
+    plan, good = speedtorch.plan_rows(place.ids(ids), rows), speedtorch.plan_rows(index, 37)
     src = place.work(random_rows(3, (5,), seed=1))
-    with pytest.raises(ValueError, match=r"pinned_gather: .*plan.*\b2\b.*\b3\b"):
-        speedtorch.pinned_gather(table, index, plan=plan)
-    with pytest.raises(ValueError, match=r"pinned_scatter: .*plan.*\b2\b.*\b3\b"):
-        speedtorch.pinned_scatter(table, index, src, plan=plan)
-    with pytest.raises(ValueError, match=r"optimizer_state_swap: .*plan.*\b2\b.*\b3\b"):
-        speedtorch.optimizer_state_swap(
-            [table], [src], index, [src.clone()], index, evict_plan=plan, load_plan=plan
-        )
+    swap = [table], [src], index, [src.clone()], index
+    for call in (
+        lambda: speedtorch.pinned_gather(table, index, plan=plan),
+        lambda: speedtorch.pinned_scatter(table, index, src, plan=plan),
+        lambda: speedtorch.optimizer_state_swap(*swap, evict_plan=plan, load_plan=good),
+        lambda: speedtorch.optimizer_state_swap(*swap, evict_plan=good, load_plan=plan),
+    ):
+        with pytest.raises(error, match=rf"(gather|scatter|swap): .*plan.*{message}"):
+            call()
+            speedtorch.synchronize()
     reference.assert_same_storage(table, values)
 
 

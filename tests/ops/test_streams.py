@@ -108,43 +108,6 @@ def test_no_op_waits_for_the_gpu(mapped: Place, op: str) -> None:
     assert not sleep_ended.query()
 
 
-@pytest.mark.parametrize("memory", ["managed", "registered", "torch_pinned"])
-@pytest.mark.parametrize("streams", [1, 3], ids="streams_{}".format)
-def test_a_table_may_be_deleted_while_the_gpu_reads_it(memory: str, streams: int) -> None:
-    place, values = Place("cuda", memory), random_rows(ROWS, (WIDTH,))
-    table, index = place.table(values), torch.arange(ROWS, device="cuda").flip(0)
-    speedtorch.pinned_gather(table, index)
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(streams):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(LONG)
-            results.append(speedtorch.pinned_gather(table, index))
-    del table
-    gc.collect()
-    unused = [place.table(torch.full((ROWS, WIDTH), float("nan"))) for _ in range(4)]
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same_bytes(result, values.flip(0))
-    assert len(unused) == 4
-
-
-@pytest.mark.parametrize("memory", ["managed", "registered", "torch_pinned"])
-def test_a_table_may_be_deleted_while_the_gpu_writes_it(memory: str) -> None:
-    place, index = Place("cuda", memory), torch.arange(ROWS, device="cuda")
-    src = torch.full((ROWS, WIDTH), 7.0, device="cuda")
-    table = place.table(torch.zeros(ROWS, WIDTH))
-    speedtorch.pinned_scatter(table, index, src)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(LONG)
-    speedtorch.pinned_scatter(table, index, src)
-    del table
-    gc.collect()
-    unused = [place.table(torch.zeros(ROWS, WIDTH)) for _ in range(4)]
-    speedtorch.synchronize()
-    assert not any(table.any() for table in unused)
-
-
 def test_a_view_keeps_the_memory_too(mapped: Place) -> None:
     values = random_rows(ROWS, (WIDTH,))
     view = mapped.table(values)[100:200, :7]

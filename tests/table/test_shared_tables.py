@@ -11,8 +11,8 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -41,15 +41,28 @@ from table_processes import (
     works_at_random,
     writes_versions,
 )
+from torch import Tensor
 
 import speedtorch
 from speedtorch import HostTable
 from speedtorch.memory import host_memory, shared_memory
+from speedtorch.table.table_handle import TableHandle
 
 
 def small(**how: object) -> HostTable:
     """Ten rows of four columns, that several processes could share."""
     return HostTable(10, 4, memory="shared", **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def table() -> HostTable:
+    return small()
+
+
+def sent(table: HostTable) -> TableHandle:
+    """The handle that another process would receive."""
+    handle: TableHandle = pickle.loads(pickle.dumps(table.share()))
+    return handle
 
 
 # ------------------------------------------------------------------------------------------------
@@ -64,12 +77,13 @@ def test_a_shared_table_is_as_any_other() -> None:
     assert (table.writable, table.memory_reason, table.device.type) == (True, "", "cpu")
 
 
-def test_two_tables_of_one_handle_have_the_same_rows() -> None:
+def test_tables_of_handles_have_the_same_rows() -> None:
     table = small(state={"half": (2, torch.float16)})
-    other = HostTable.from_handle(table.share())
+    handles = pickle.loads(pickle.dumps([table.share(), table.share()]))
+    other, last = map(HostTable.from_handle, handles)
     assert (other.fields, other.record_bytes) == (table.fields, table.record_bytes)
     other.scatter(torch.tensor([3]), torch.full((1, 2), 7.0, dtype=torch.float16), "half")
-    assert table["half"][3].tolist() == [7, 7]
+    assert table["half"][3].tolist() == last["half"][3].tolist() == [7, 7]
     other.close()
     table.fill_(2)
     assert table["weight"].sum() == 80
@@ -78,13 +92,12 @@ def test_two_tables_of_one_handle_have_the_same_rows() -> None:
 @pytest.mark.parametrize("rows", [0, 1])
 def test_tables_of_few_rows_are_shared(rows: int) -> None:
     table = HostTable(rows, 1, memory="shared")
-    other = HostTable.from_handle(pickle.loads(pickle.dumps(table.share()))).fill_(5)
+    other = HostTable.from_handle(sent(table)).fill_(5)
     assert table["weight"].flatten().tolist() == other["weight"].flatten().tolist() == [5] * rows
     assert other.version == 0
 
 
-def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it() -> None:
-    table = small()
+def test_its_owner_alone_may_open_the_memory_and_nobody_may_cut_it(table: HostTable) -> None:
     descriptor = table._open_placement().shared._descriptor.fileno()
     assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
     for size in (0, 1 << 30):
@@ -139,11 +152,10 @@ def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyP
         os.close(each)
 
 
-def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor() -> None:
-    table = small()
+def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor(table: HostTable) -> None:
 
     def work(_: None) -> None:
-        other = HostTable.from_handle(pickle.loads(pickle.dumps(table.share())))
+        other = HostTable.from_handle(sent(table))
         with other.writing():
             pass
         other.read_consistently(int)
@@ -161,9 +173,8 @@ def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor() -> None:
         assert table.read_consistently(lambda: True, timeout_s=1)
 
 
-def test_a_closed_table_is_not_shared_and_closing_twice_is_fine() -> None:
-    table = small()
-    handle = pickle.loads(pickle.dumps(table.share()))
+def test_a_closed_table_is_not_shared_and_closing_twice_is_fine(table: HostTable) -> None:
+    handle = sent(table)
     table.close()
     table.close()
     with pytest.raises(ValueError, match="this table is closed"):
@@ -184,30 +195,38 @@ def test_a_table_of_one_process_is_not_shared() -> None:
         HostTable.from_handle(table)  # type: ignore[arg-type]
 
 
+OTHER = mock.Mock(return_value="other")
+REFUSED = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+
+
 @pytest.mark.parametrize(
-    ("function", "says", "error"),
+    ("function", "pretended", "error", "says"),
     [
-        ("_boot", "another machine, or this machine has since restarted", ValueError),
-        ("_namespace", "a process of another container", ValueError),
-        ("_Descriptor.file", "has closed it or has ended", ProcessLookupError),
-        ("_start_of", "has closed it or has ended", ProcessLookupError),
+        ("_boot", OTHER, ValueError, "another machine, or this machine has since restarted"),
+        ("_namespace", OTHER, ValueError, "a process of another container"),
+        ("_Descriptor.file", OTHER, ProcessLookupError, "has closed it or has ended"),
+        ("_start_of", OTHER, ProcessLookupError, "has closed it or has ended"),
+        ("_Descriptor", REFUSED, PermissionError, "belongs to another user"),
     ],
 )
-def test_a_handle_of_another_machine_raises(
-    monkeypatch: pytest.MonkeyPatch, function: str, says: str, error: type[Exception]
+def test_a_handle_of_another_machine_or_user_raises(
+    table: HostTable,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    pretended: mock.Mock,
+    error: type[Exception],
+    says: str,
 ) -> None:
-    table = small()
-    handle = pickle.loads(pickle.dumps(table.share()))
-    monkeypatch.setattr(f"{shared_memory.__name__}.{function}", lambda *_: "other")
+    handle = sent(table)
+    monkeypatch.setattr(f"{shared_memory.__name__}.{function}", pretended)
     with pytest.raises(error, match=says):
         HostTable.from_handle(handle)
 
 
 @pytest.mark.parametrize("what", ["socket", "folder"])
-def test_a_descriptor_of_another_file_raises(what: str) -> None:
-    table = small()
+def test_a_descriptor_of_another_file_raises(what: str, table: HostTable) -> None:
     number = table._open_placement().shared._descriptor.fileno()
-    handle = pickle.loads(pickle.dumps(table.share()))
+    handle = sent(table)
     table.close()
     opened = socket.socket().detach() if what == "socket" else os.open("/", os.O_RDONLY)
     assert os.dup2(opened, number) == number
@@ -217,19 +236,7 @@ def test_a_descriptor_of_another_file_raises(what: str) -> None:
         os.close(each)
 
 
-def test_memory_of_another_user_raises() -> None:
-    table = small()
-    handle = pickle.loads(pickle.dumps(table.share()))
-    refused = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
-    with (
-        mock.patch.object(shared_memory, "_Descriptor", refused),
-        pytest.raises(PermissionError, match="belongs to another user"),
-    ):
-        HostTable.from_handle(handle)
-
-
-def test_a_handle_of_another_layout_raises() -> None:
-    table = small()
+def test_a_handle_of_another_layout_raises(table: HostTable) -> None:
     with pytest.raises(ValueError, match="Use one version of speedtorch in all processes"):
         HostTable.from_handle(table.share()._replace(record_bytes=32))
 
@@ -240,28 +247,21 @@ def test_a_system_without_such_memory_raises(monkeypatch: pytest.MonkeyPatch) ->
         small()
 
 
-def test_a_module_makes_a_shared_table() -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_shared_table_of_a_module_is_the_trained_one(when: str) -> None:
     module = speedtorch.Embedding(10, 4, memory="shared")
+    others = [HostTable.from_handle(module.table.share())] if when == "before" else []
+    first = module.table["weight"].clone() if others else torch.zeros(10, 4)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     speedtorch.attach(optimizer, module)
-    module(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-    other = HostTable.from_handle(module.table.share())
-    assert torch.equal(other["exp_avg"], module.table["exp_avg"])
-    assert other["exp_avg"][1].tolist() == [pytest.approx(0.1)] * 4
-    assert copy.deepcopy(module).table.memory == "shared"
-
-
-def test_a_shared_table_of_a_module_remains_the_trained_one() -> None:
-    module = speedtorch.Embedding(10, 4, memory="shared")
-    other = HostTable.from_handle(module.table.share())
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    speedtorch.attach(optimizer, module)
-    before = other["weight"].clone()
     module(torch.arange(10)).sum().backward()
     optimizer.step()
+    (other,) = others or [HostTable.from_handle(module.table.share())]
     assert torch.equal(module.table["weight"], other["weight"])
-    assert not torch.equal(before, other["weight"])
+    assert not torch.equal(first, other["weight"])
+    if not others:  # the table had no state when it was shared
+        assert other["exp_avg"].tolist() == [[pytest.approx(0.1)] * 4] * 10
+    assert copy.deepcopy(module).table.memory == "shared"
 
 
 def adagrad(table: HostTable, first: float) -> None:
@@ -346,8 +346,7 @@ def test_memory_that_cuda_does_not_register_says_so(driver: PretendedDriver) -> 
 # Versions
 
 
-def test_the_version_is_odd_while_rows_are_written() -> None:
-    table = small()
+def test_the_version_is_odd_while_rows_are_written(table: HostTable) -> None:
     other = HostTable.from_handle(table.share())
     with table.writing():
         assert other.version == 1
@@ -357,16 +356,7 @@ def test_the_version_is_odd_while_rows_are_written() -> None:
     assert other.version == 4
 
 
-def test_the_version_is_odd_until_the_last_write_is_done() -> None:
-    memory = shared_memory.SharedMemory.create(64, 1)
-    seen: list[int] = []
-    with memory.writing(lambda: seen.append(memory.version)):
-        pass
-    assert (seen, memory.version) == ([1], 2)
-
-
-def test_a_thread_that_writes_does_not_wait_for_itself() -> None:
-    table = small()
+def test_a_thread_that_writes_does_not_wait_for_itself(table: HostTable) -> None:
     with (
         table.writing(),
         pytest.raises(RuntimeError, match="this thread is already inside a writing"),
@@ -376,8 +366,7 @@ def test_a_thread_that_writes_does_not_wait_for_itself() -> None:
     assert table.version == 2
 
 
-def test_rows_that_a_module_trains_are_written_back_before_the_version() -> None:
-    table = small()
+def test_rows_that_a_module_trains_are_written_back_before_the_version(table: HostTable) -> None:
     module = speedtorch.Embedding.from_pretrained(table, freeze=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     with table.writing():
@@ -401,24 +390,28 @@ def test_a_read_beside_a_write_is_repeated() -> None:
     assert calls == [2, 2]
 
 
-def test_a_reader_waits_so_long() -> None:
-    table = small()
+def test_a_reader_waits_so_long(table: HostTable) -> None:
     with ThreadPool(1) as reader, table.writing():
         read = partial(table.read_consistently, int, timeout_s=0.01)
         with pytest.raises(TimeoutError, match=r"every read for 0.01 s overlapped with a write"):
             reader.apply(read)
 
 
-def test_a_thread_that_writes_reads_its_own_rows_at_once() -> None:
-    table = small()
+def test_a_thread_that_writes_reads_its_own_rows_at_once(table: HostTable) -> None:
     with table.writing():
         table.fill_(1)
         assert table.read_consistently(lambda: table["weight"].sum(), timeout_s=0) == 40
 
 
-def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_the_block() -> None:
-    table, ends = small(), os.pipe()
-    child = 0
+def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_the_block(
+    table: HostTable,
+) -> None:
+    ends, child = os.pipe(), 0
+
+    def write() -> None:
+        with table.writing():
+            pass
+
     with ThreadPool(1) as writer:
         with suppress(KeyError), table.writing():
             if (child := os.fork()) == 0:
@@ -430,16 +423,11 @@ def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_
             time.sleep(60)
             os._exit(0)
         try:
-            writer.apply_async(writes_once, (table,)).get(20)
+            writer.apply_async(write).get(20)
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     assert table.version == 4
-
-
-def writes_once(table: HostTable) -> None:
-    with table.writing():
-        table.fill_(1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -484,8 +472,7 @@ def test_a_reader_beside_a_writer_sees_whole_versions(device: str) -> None:
     assert seen == sorted(seen) and len(set(seen)) > 1
 
 
-def test_an_ended_writer_raises_and_the_next_one_continues() -> None:
-    table = small()
+def test_an_ended_writer_raises_and_the_next_one_continues(table: HostTable) -> None:
     with spawned(ends_while_it_writes, table.share()) as (_, other):
         assert received(other) == "writing"
     assert table.version == 1
@@ -506,15 +493,6 @@ def test_the_memory_outlives_the_process_that_made_it() -> None:
             HostTable.from_handle(pickle.loads(again))
     assert table["weight"].sum() == 1200
     assert HostTable.from_handle(table.share())["weight"].sum() == 1200
-
-
-def test_a_table_that_its_maker_has_closed_raises() -> None:
-    with spawned(owns) as (_, other):
-        handle = received(other)
-        other.send("close")
-        assert received(other) == "closed"
-        with pytest.raises(ProcessLookupError, match="has closed it or has ended"):
-            HostTable.from_handle(handle)
 
 
 def test_two_processes_take_the_memory_once() -> None:
@@ -539,8 +517,7 @@ def test_workers_of_a_data_loader_read_a_shared_table(start: str) -> None:
     assert torch.equal(torch.cat(list(loader)), table["weight"])
 
 
-def test_a_forked_child_has_the_same_memory() -> None:
-    table = small()
+def test_a_forked_child_has_the_same_memory(table: HostTable) -> None:
     if (child := os.fork()) == 0:
         table["weight"][3] = 7
         with table.writing():
@@ -550,19 +527,61 @@ def test_a_forked_child_has_the_same_memory() -> None:
     assert table["weight"][3].tolist() == [7] * 4 and table.version == 2
 
 
-def test_one_process_gets_several_handles_of_one_table() -> None:
-    table = small()
-    with spawned(_opens_all, [table.share(), table.share()]) as (_, other):
-        assert received(other) == [0.0, 0.0]
+@contextmanager
+def a_child_that(work: Callable[[], object]) -> Iterator[None]:
+    """A fork, which does the work after this block and ends well."""
+    goes_on, tells = os.pipe()
+    if (child := os.fork()) == 0:
+        os.read(goes_on, 1)
+        try:
+            work()
+            gc.collect()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    yield
+    os.write(tells, b"+")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _opens_all(connection: object, handles: list[object]) -> None:
-    send: Callable[[object], None] = connection.send  # type: ignore[attr-defined]
-    send([float(HostTable.from_handle(each)["weight"].sum()) for each in handles])  # type: ignore[arg-type]
+class Trained:
+    """A module of six rows of zeros in shared memory, and what trains it."""
+
+    def __init__(self, **settings: Any) -> None:
+        weight = torch.zeros(6, 2)
+        self.module = speedtorch.Embedding(6, 2, _weight=weight, memory="shared", **settings)
+        self.sgd = torch.optim.SGD(self.module.parameters(), lr=1.0)
+        speedtorch.attach(self.sgd, self.module)
+
+    def train(self, *batches: list[int]) -> None:
+        for ids in batches:
+            self.step(torch.tensor(ids))
+
+    def step(self, ids: Tensor) -> None:
+        self.sgd.zero_grad()
+        self.module(ids).sum().backward()
+        self.sgd.step()
+
+    def loop(self, *batches: list[int]) -> Iterator[Tensor]:
+        return iter(speedtorch.prefetch(map(torch.tensor, batches), self.module, ids=lambda x: x))
+
+    def rows(self) -> list[float]:
+        self.module.flush()
+        return self.module.table["weight"][:, 0].tolist()
+
+
+WORKS: dict[str, Callable[[Trained], object]] = {
+    "none": lambda trained: None,
+    "reads": lambda trained: trained.module.table["weight"],
+    "looks up": torch.no_grad()(lambda trained: trained.module(torch.tensor([1, 2]))),
+    "saves": lambda trained: trained.module.state_dict(),
+    "trains": lambda trained: trained.train([4], [5]),
+    "prefetches": lambda trained: [trained.step(ids) for ids in trained.loop([4], [5])],
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("work", ["none", "reads", "looks up", "saves", "trains", "prefetches"])
+@pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("settings", [{}, {"cache": "4KiB"}, {"capacity": 4}], ids=str)
 def test_a_forked_child_writes_no_row_that_it_has_not_trained(
     settings: dict[str, Any], work: str
@@ -570,69 +589,26 @@ def test_a_forked_child_writes_no_row_that_it_has_not_trained(
     trains = work in ("trains", "prefetches")
     if trains and torch.cuda.is_available():
         pytest.skip("torch goes backward in no forked child where its parent did and has a GPU")
-    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared", **settings)
-    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
-    speedtorch.attach(sgd, module)
+    trained = Trained(**settings)
+    trained.train([1, 2])  # held and not written back
 
-    def step(ids: list[int]) -> None:
-        sgd.zero_grad()
-        module(torch.tensor(ids)).sum().backward()
-        sgd.step()
+    def works_and_drops() -> None:
+        WORKS[work](trained)
+        vars(trained).clear()
 
-    def train(ids: Iterable[list[int]]) -> None:
-        for each in ids:
-            step(each)
-
-    works: dict[str, Callable[[], object]] = {
-        "none": lambda: None,
-        "reads": lambda: module.table["weight"],
-        "looks up": torch.no_grad()(lambda: module(torch.tensor([1, 2]))),
-        "saves": module.state_dict,
-        "trains": lambda: train([[4], [5]]),
-        "prefetches": lambda: train(speedtorch.prefetch([[4], [5]], module, ids=torch.tensor)),
-    }
-    step([1, 2])  # held and not written back
-    goes_on, tells = os.pipe()
-    if (child := os.fork()) == 0:
-        os.read(goes_on, 1)
-        try:
-            works[work]()
-            del module, sgd, step, train, works
-            gc.collect()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    step([1, 3])
-    step([1])
-    module.flush()
-    os.write(tells, b"+")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    trained = -1.0 if trains else 0.0
-    assert module.table["weight"][:, 0].tolist() == [0.0, -3.0, -1.0, -1.0, trained, trained]
+    with a_child_that(works_and_drops):
+        trained.train([1, 3], [1])
+        trained.module.flush()
+    assert trained.rows() == [0.0, -3.0, -1.0, -1.0, -trains, -trains]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_that_ends_a_loop_of_its_parent_writes_none_of_its_rows() -> None:
-    module = speedtorch.Embedding(6, 2, _weight=torch.zeros(6, 2), memory="shared")
-    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
-    speedtorch.attach(sgd, module)
-    loop = iter(speedtorch.prefetch([[1, 2], [2, 3], [4]], module, ids=torch.tensor))
-
-    def step() -> None:
-        sgd.zero_grad()
-        module(torch.tensor(next(loop))).sum().backward()
-        sgd.step()
-
-    step()  # the next rows are held as well
-    goes_on, tells = os.pipe()
-    if (child := os.fork()) == 0:
-        os.read(goes_on, 1)
-        del loop, step
-        gc.collect()
-        os._exit(0)
-    step()
-    step()
-    module.flush()
-    os.write(tells, b"+")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert module.table["weight"][:, 0].tolist() == [0.0, -1.0, -2.0, -1.0, -1.0, 0.0]
+    trained = Trained()
+    loops = [trained.loop([1, 2], [2, 3], [4])]
+    trained.step(next(loops[0]))  # the next rows are held as well
+    with a_child_that(loops.clear):
+        for ids in loops[0]:
+            trained.step(ids)
+        trained.module.flush()
+    assert trained.rows() == [0.0, -1.0, -2.0, -1.0, -1.0, 0.0]
