@@ -96,19 +96,14 @@ def test_without_a_home_folder_no_costs_are_saved_or_read(
     assert "there is no home folder; set XDG_CACHE_HOME to another folder" in caplog.text
 
 
-def test_kept_costs_are_used() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kept_costs_are_used_whatever_device_is_the_default(device: str) -> None:
     costs = [float(k + 1) for k in range(30)]
     written(figures(costs))
-    assert calibration.load_costs()
+    with torch.device(device):
+        assert calibration.load_costs()
     assert _ops.costs().tolist() == costs
     assert cost_model._calibrated
-
-
-def test_kept_costs_are_used_whatever_device_is_the_default() -> None:
-    written(figures([2.0] * 30))
-    with torch.device("meta"):
-        assert calibration.load_costs()
-    assert _ops.costs().tolist() == [2.0] * 30
 
 
 def test_the_saved_link_speed_is_returned_without_applying_costs() -> None:
@@ -133,55 +128,33 @@ def test_without_a_file_the_defaults_serve() -> None:
     assert torch.equal(_ops.costs(), before)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        '{"version": 1}',
-        "[" * 60_000,
-        '{"version": 1, "gpu": ' + "9" * 5000 + "}",
-        " " * 70_000,
-        "\0" * 100,
-        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
-    ],
-    ids=lambda text: repr(text[:24]),
-)
-def test_a_broken_file_is_logged_and_ignored(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert_not_used(written(text), caplog)
+BROKEN = [
+    *("", "[]", "{}", '{"version": 1}', "[" * 60_000, " " * 70_000, "\0" * 100),
+    '{"version": 1, "gpu": ' + "9" * 5000 + "}",
+    "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+]
+NO_COSTS: list[object] = [
+    *("x", [1, 2], [1.0] * 29 + ["1"], [1.0] * 29 + [None], [True] * 30, [0.0] * 30),
+    *([-1.0] * 30, [1e308] * 30, [float("nan")] * 30, [float("inf")] * 30, [[1.0]] * 30),
+    *([1.0] * 29 + [10**400], [1.0] * 29 + [0], [1.0] * 23 + [0.0] * 5 + [1.0] * 2),
+]
 
 
 @pytest.mark.parametrize(
-    "costs",
+    ("text", "costs", "gpu"),
     [
-        "x",
-        [1, 2],
-        [1.0] * 29 + ["1"],
-        [1.0] * 29 + [None],
-        [True] * 30,
-        [0.0] * 30,
-        [-1.0] * 30,
-        [1e308] * 30,
-        [float("nan")] * 30,
-        [float("inf")] * 30,
-        [1.0] * 29 + [10**400],
-        [1.0] * 29 + [0],
-        [1.0] * 23 + [0.0] * 5 + [1.0] * 2,
-        [[1.0]] * 30,
+        *((text, None, None) for text in BROKEN),
+        *((None, costs, None) for costs in NO_COSTS),
+        (None, [1.0] * 30, "another"),
     ],
-    ids=lambda costs: f"{str(costs[0])[:6]}..{str(costs[-1])[:6]}",
 )
-def test_costs_that_no_machine_has_are_not_believed(
-    costs: object, caplog: pytest.LogCaptureFixture
+def test_a_file_that_is_not_believed_is_logged_and_ignored(
+    text: str | None, costs: object, gpu: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_not_used(written(figures(costs)), caplog)
-
-
-def test_costs_of_another_gpu_are_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    path = written(figures([1.0] * 30, gpu="another"))
+    changes = {"gpu": gpu} if gpu else {}
+    path = written(figures(costs, **changes) if text is None else text)
     assert_not_used(path, caplog)
-    assert "costs measured on 'another', but this GPU is" in caplog.text
+    assert not gpu or "costs measured on 'another', but this GPU is" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "link to itself", "huge file"])

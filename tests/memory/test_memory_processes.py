@@ -149,9 +149,7 @@ def test_the_error_of_a_forked_child_names_both_processes_and_the_remedies() -> 
             assert remedy in message, name
 
 
-FORKED = pytest.mark.parametrize(
-    "kind", ["registered", pytest.param("plain", marks=pytest.mark.nightly)]
-)
+FORKED = pytest.mark.parametrize("kind", ["registered", "plain"])
 
 
 @FORKED

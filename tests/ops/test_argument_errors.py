@@ -21,10 +21,16 @@ Faults = dict[str, list[tuple[str, Spoil, str]]]
 """For each op of ARGUMENTS: an argument, what is passed instead, and the message."""
 
 STATUS_OF_PLAN = torch.tensor([0, 3, 0, 1, ROWS, 9, 9, 0])
-ARGUMENTS = op_arguments("cpu") | {"plan_fault": (ops.plan_fault.default, (STATUS_OF_PLAN, 5))}
+ARGUMENTS: dict[str, tuple[Any, tuple[Any, ...]]] = op_arguments("cpu") | {
+    "plan_fault": (ops.plan_fault.default, (STATUS_OF_PLAN, 5)),
+    "numbers_to_host": (ops.numbers_to_host.default, (STATUS_OF_PLAN, 1)),
+    "chunk_digests": (ops.chunk_digests.default, (STATUS_OF_PLAN.view(torch.uint8), 4)),
+    "explain_move": (ops.explain_move.default, (torch.zeros(3, 2), 5, 0, False)),
+    "link_launch": (ops.link_launch.default, (0, 16, 0, 0, 5, False, 16)),
+}
 # Whose checks an op makes.
-PART_OF = {"exchange_cached": "optimizer_state_swap", "plan_parts": "plan_batch"}
-PART_OF["exchange_rows"] = PART_OF["exchange_cached"]
+PART_OF = dict.fromkeys(("exchange_cached", "exchange_rows"), "optimizer_state_swap")
+PART_OF |= {"plan_parts": "plan_batch", "explain_move": "explain"}
 IDS = [3, 0, 5]
 LEAST = -(2**63)
 
@@ -86,6 +92,13 @@ def apart(rows: Any) -> Any:
 
 def longer(rows: Any) -> Any:
     return rows.repeat(2, 1)
+
+
+def at_an_odd_address(tensor: Any) -> Any:
+    """A copy that begins one byte after an address of a number."""
+    memory = bytearray(tensor.numel() * tensor.itemsize + 1)
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 def too_many(index: Any) -> Any:
@@ -177,6 +190,7 @@ ANYWHERE: Faults = {
 }
 TOO_MANY = "index has 2147483648 ids, at most 2147483647 are allowed in one call"
 INT64 = "must be a contiguous int64"
+ODD = "a multiple of its element size, . bytes.*clone"
 NO_HOST = ("host", none, f"host {NO_FIELD}")
 PLACED: list[tuple[str, Spoil, str]] = [
     NO_HOST,
@@ -235,6 +249,8 @@ ON_CPU: Faults = {
         ("rows", int32, "float.*got Int"),
         ("rows", lambda rows: rows.t(), "contiguous"),
         ("begin", number(1), "rows 1 to 5.*4 ids"),
+        ("rows", at_an_odd_address, ODD),
+        ("plan", lambda plan: [at_an_odd_address(part) for part in plan], ODD),
         *(
             ("begin", number(begin), f"rows {begin} to {begin + 4} must be within the 4 ids")
             for begin in (-1, 2, 2**31, LEAST, 2**63 - 1)
@@ -302,6 +318,7 @@ ON_CPU: Faults = {
     ],
     "plan_batch, after others": [
         ("held_status", nothing, "held and held_status must be passed together"),
+        ("held", at_an_odd_address, ODD),
         ("held_status", status_of(-1), "held_status must report 0 to 3 unique ids, .* got -1"),
         ("held_status", status_of(5), "held_status must report 0 to 3 unique ids, .* got 5"),
         ("held_status", status_of(2**62), f"must report 0 to 3 unique ids, .* got {2**62}"),
@@ -392,6 +409,25 @@ ON_CPU: Faults = {
             ("ranges", lambda _, to=to: torch.tensor(to), "expected first row 5 and at most 6 rows")
             for to in ([[0, 5], [6, 5]], [[0, 5], [5, 7]])
         ),
+    ],
+    "numbers_to_host": [
+        ("numbers", lambda numbers: numbers[::2], "numbers must be contiguous"),
+        ("numbers", lambda numbers: numbers, "numbers must be int64 on a GPU, got Long on cpu"),
+    ],
+    "chunk_digests": [
+        ("data", lambda data: data.float(), r"data must be uint8 .* Float of shape \[64\] on cpu"),
+        ("data", lambda data: data.view(2, 32), r"data must .* Byte of shape \[2, 32\] on cpu"),
+        ("data", lambda data: data[::2], "data must be contiguous"),
+        ("chunk_bytes", number(0), "chunk_bytes must be at least 1, got 0"),
+        ("chunk_bytes", number(-3), "chunk_bytes must be at least 1, got -3"),
+    ],
+    "explain_move": [
+        *(("direction", number(to), "direction must be 0 .* 1") for to in (-1, 2, 2**40)),
+        ("ids", number(-5), "ids must not be negative"),
+    ],
+    "link_launch": [
+        *(("direction", number(to), "direction must be 0 .* 1") for to in (-1, 2, 2**40)),
+        ("sms", number(0), "sms at least 1"),
     ],
     "clear_rows": [
         ("rows", none, f"rows {NO_FIELD}"),

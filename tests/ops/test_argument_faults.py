@@ -17,7 +17,7 @@ from conftest import NEEDS_GPU
 from cuda_calls import PretendedDriver
 from op_arguments import COUNT, ROWS, numbers, op_arguments, ops, tensors_of, with_tensors
 from reference import assert_same_bytes
-from test_argument_errors import refused
+from test_argument_errors import at_an_odd_address, refused
 from test_argument_overlaps import NAMES, assert_same
 from torch import Tensor
 
@@ -214,13 +214,6 @@ def test_quantized_tensors_are_refused() -> None:
         refused(call, r"(table|index|dst) has an unsupported dtype, .*int_repr")
 
 
-def at_an_odd_address(tensor: Tensor) -> Tensor:
-    """A copy that begins one byte after an address of a number."""
-    memory = bytearray(tensor.numel() * tensor.itemsize + 1)
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape)
-    return copy.copy_(tensor)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
 def test_rows_are_added_at_any_address(dtype: torch.dtype) -> None:
     table, rows = (torch.rand(count, 5).mul(100).to(dtype) for count in (ROWS, 3))
@@ -232,16 +225,6 @@ def test_rows_are_added_at_any_address(dtype: torch.dtype) -> None:
     )
     assert_same_bytes(odd, table)
     assert_same_bytes(speedtorch.pinned_gather(odd, at_an_odd_address(index)), table[index])
-
-
-def test_what_is_read_as_numbers_begins_at_one() -> None:
-    index = torch.tensor([1, 2])
-    plan = speedtorch.plan_rows(index, ROWS)
-    odd = [at_an_odd_address(part) for part in plan]
-    rows, message = torch.ones(2, 3), "a multiple of its element size, . bytes.*clone"
-    refused(lambda: speedtorch.sum_rows(at_an_odd_address(rows), plan, ROWS), message)
-    refused(lambda: ops.sum_rows(rows, odd, ROWS, 0, 2), message)
-    refused(lambda: ops.plan_batch(index, ROWS, -1, -1, odd[0], plan[4]), message)
 
 
 # Plans and numbers
@@ -313,16 +296,6 @@ def test_bad_ids_are_blamed_on_the_swap_that_had_to_plan_them(missing: str) -> N
     ):
         speedtorch.optimizer_state_swap([table], [rows], arriving=[rows.clone()], **ids, **given)
     assert not table.any()
-
-
-@pytest.mark.parametrize("direction", [-1, 2, 2**40])
-def test_a_direction_is_in_or_out(direction: int) -> None:
-    refused(
-        lambda: ops.explain_move(torch.zeros(3, 2), 5, direction, False), "direction must be 0 .* 1"
-    )
-    refused(lambda: ops.link_launch(direction, 16, 0, 0, 5, False, 16), "direction must be 0 .* 1")
-    refused(lambda: ops.explain_move(torch.zeros(3, 2), -5, 0, False), "ids must not be negative")
-    refused(lambda: ops.link_launch(0, 16, 0, 0, 5, False, 0), "sms at least 1")
 
 
 def test_memory_that_ran_out_on_the_gpu_is_torchs_own_error() -> None:

@@ -20,7 +20,6 @@ VECTORS = {
     b"123456789": 0xE3069283,
 }
 RUN, RUNS = 16 << 10, 3 * (16 << 10)  # of csrc/core/checksum.cpp, which takes three runs at once
-FLAT = torch.zeros(4, dtype=torch.uint8)
 DATA = random.Random(0).randbytes(2 * RUNS + 100)
 
 
@@ -70,25 +69,6 @@ def test_other_threads_run_meanwhile() -> None:
         counted += 1
     thread.join()
     assert counted > 3  # with the lock of Python there would be one at most
-
-
-@pytest.mark.parametrize(
-    ("data", "chunk", "message"),
-    [
-        (torch.zeros(4), 4, r"data must be uint8 .* got Float of shape \[4\] on cpu"),
-        (
-            torch.zeros(2, 2, dtype=torch.uint8),
-            4,
-            r"data must .* got Byte of shape \[2, 2\] on cpu",
-        ),
-        (FLAT[::2], 4, "data must be contiguous"),
-        (FLAT, 0, "chunk_bytes must be at least 1, got 0"),
-        (FLAT, -3, "chunk_bytes must be at least 1, got -3"),
-    ],
-)
-def test_wrong_arguments_raise(data: torch.Tensor, chunk: int, message: str) -> None:
-    with pytest.raises(ValueError, match=f"chunk_digests: {message}"):
-        chunk_digests(data, chunk)
 
 
 def test_the_op_is_as_torch_expects() -> None:

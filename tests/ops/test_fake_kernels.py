@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documents import ROOT
 from op_arguments import NOT_IN_GRAPHS, WRITTEN, op_arguments, tensors_of, with_tensors
 from reference import assert_same_bytes
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from speedtorch.ops import functions
 
 NAMES = sorted(op_arguments("cpu").keys() - NOT_IN_GRAPHS)
 OF_THE_PROCESS = functions._OF_THE_PROCESS
+FROM_2_13 = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="the loader of torch 2.11 crashes on a package with these ops",
+)
 
 
 def registered(library: str) -> set[str]:
@@ -29,6 +35,12 @@ def registered(library: str) -> set[str]:
 def test_every_op_has_a_fake_kernel() -> None:
     assert registered("speedtorch") == set(functions._FAKE_KERNELS)
     assert registered("speedtorch_lists") < registered("speedtorch")
+
+
+def test_the_page_names_every_op_that_no_graph_can_hold() -> None:
+    page = (ROOT / "docs" / "ops.md").read_text()
+    (named,) = re.findall(r"names them: (.*?)\. Without", page, re.DOTALL)
+    assert re.findall(r"`(\w+)`", named) == list(OF_THE_PROCESS)
 
 
 def made_by(op: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -49,27 +61,22 @@ def test_a_fake_kernel_returns_the_shapes_of_the_op(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(NOT_IN_GRAPHS))
-def test_an_op_of_a_step_is_refused_by_name(name: str) -> None:
-    op, arguments = op_arguments("cpu")[name]
-    with FakeTensorMode() as mode:
-        faked = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
-        own = name.partition(",")[0]
-        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{own} is part of a step"):
-            op(*with_tensors(arguments, faked))
-
-
-@pytest.mark.parametrize("name", OF_THE_PROCESS)
-def test_an_op_of_the_process_is_refused_by_name(name: str) -> None:
+def process_arguments(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """An op that queries or changes the process, with arguments of its schema."""
     op = getattr(torch.ops.speedtorch, name).default
     values = {"Tensor": torch.zeros(2), "int": 1, "bool": False, "Optional[int]": 1}
-    given = [values[str(argument.type)] for argument in op._schema.arguments]
+    return op, tuple(values[str(argument.type)] for argument in op._schema.arguments)
+
+
+@pytest.mark.parametrize("name", [*sorted(NOT_IN_GRAPHS), *OF_THE_PROCESS])
+def test_an_op_that_no_graph_holds_is_refused_by_name(name: str) -> None:
+    why = "queries or changes" if name in OF_THE_PROCESS else "is part of a step"
+    op, arguments = process_arguments(name) if name in OF_THE_PROCESS else op_arguments("cpu")[name]
+    message = rf"speedtorch\.{name.partition(',')[0]} {why}"
     with FakeTensorMode() as mode:
-        given = [
-            mode.from_tensor(tensor) if isinstance(tensor, Tensor) else tensor for tensor in given
-        ]
-        with pytest.raises(NotImplementedError, match=rf"speedtorch\.{name} queries or changes"):
-            op(*given)
+        faked = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
+        with pytest.raises(NotImplementedError, match=message):
+            op(*with_tensors(arguments, faked))
 
 
 class Owner(nn.Module):
@@ -162,10 +169,7 @@ def test_a_graph_does_what_the_op_does(device: str, name: str, build: Any) -> No
 
 
 @pytest.mark.examples
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="the loader of torch 2.11 crashes on a package with these ops",
-)
+@FROM_2_13
 def test_ops_compiled_ahead_of_time_do_what_they_do(tmp_path: Path) -> None:
     def packaged(calls: nn.Module, tensors: tuple[Tensor, ...]) -> Any:
         program = torch.export.export(calls, tensors)
@@ -192,10 +196,7 @@ class SwapOfTwoFields(nn.Module):
 
 
 @pytest.mark.examples
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="the loader of torch 2.11 crashes on a package with these ops",
-)
+@FROM_2_13
 def test_the_swap_function_compiled_ahead_of_time_moves_the_rows(tmp_path: Path) -> None:
     def arguments() -> tuple[Tensor, ...]:
         record, rows = torch.arange(36.0).view(9, 4), torch.full((2, 2), 50.0)

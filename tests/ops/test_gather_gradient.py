@@ -78,25 +78,24 @@ def test_it_equals_the_gradient_of_a_sparse_embedding(
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64],
-    ids=dtype_name,
+    ("dtype", "row_shape"),
+    [
+        *(
+            (dtype, (4,))
+            for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+        ),
+        *((torch.float32, shape) for shape in ((), (3,), (2, 3), (0,))),
+    ],
+    ids=str,
 )
-def test_every_dtype_with_a_gradient(place: Place, dtype: torch.dtype) -> None:
-    upstream = numbers(6, 4, seed=1, dtype=dtype)
-    _, grad = table_gradient(place, numbers(8, 4, dtype=dtype), place.ids(IDS), upstream)
-    expected = torch.zeros(8, 4, dtype=dtype)
-    for position, row in enumerate(IDS):
-        expected[row] += upstream[position]
-    assert torch.equal(grad.cpu().to_dense(), expected)
-
-
-@pytest.mark.parametrize("row_shape", [(), (3,), (2, 3), (0,)], ids=str)
-def test_rows_of_any_number_of_dimensions(place: Place, row_shape: tuple[int, ...]) -> None:
-    upstream = numbers(6, *row_shape, seed=1)
-    _, grad = table_gradient(place, numbers(8, *row_shape), place.ids(IDS), upstream)
+def test_rows_of_every_dtype_and_any_number_of_dimensions(
+    place: Place, dtype: torch.dtype, row_shape: tuple[int, ...]
+) -> None:
+    upstream = numbers(6, *row_shape, seed=1, dtype=dtype)
+    values = numbers(8, *row_shape, dtype=dtype)
+    _, grad = table_gradient(place, values, place.ids(IDS), upstream)
     assert (grad.sparse_dim(), grad.dense_dim()) == (1, len(row_shape))
-    expected = torch.zeros(8, *row_shape).index_add_(0, torch.tensor(IDS), upstream)
+    expected = torch.zeros_like(values).index_add_(0, torch.tensor(IDS), upstream)
     assert torch.equal(grad.cpu().to_dense(), expected)
 
 

@@ -99,13 +99,28 @@ def test_rows_of_a_cache_are_converted_as_well(
     given.check()
 
 
-def test_tables_of_one_exchange_are_stored_alike() -> None:
-    hosts = [torch.zeros(4, 2, dtype=BF16), torch.zeros(4, 2, dtype=F32)]
-    side, none = torch.zeros(3, 2), torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"host\[1\] has dtype Float, expected BFloat16, the dtype of host"
-    ):
-        exchange_rows(hosts, [side], none, none, [side.clone()], none, none, 2)
+OF_HOST = r"has dtype \w+, expected BFloat16, the dtype of host\[0\]"
+
+
+@pytest.mark.parametrize(
+    ("stored", "sides", "message"),
+    [
+        *(([BF16], [dtype, dtype], OF_HOST) for dtype in (torch.float64, torch.int16, F16)),
+        ([BF16], [F32, BF16], "has dtype"),
+        ([BF16], [BF16, F32], "has dtype"),
+        ([BF16, F32], [F32, F32], r"host\[1\] has dtype Float, expected BFloat16, .* of host"),
+    ],
+    ids=str,
+)
+def test_no_other_dtypes_are_converted(
+    stored: list[torch.dtype], sides: list[torch.dtype], message: str
+) -> None:
+    """Both sides have one dtype, and the tables of one exchange are stored alike."""
+    hosts = [torch.zeros(4, 2, dtype=dtype) for dtype in stored]
+    leaving, arriving = (torch.zeros(3, 2, dtype=dtype) for dtype in sides)
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        exchange_rows(hosts, [leaving], none, none, [arriving], none, none, len(hosts))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
@@ -116,24 +131,6 @@ def test_a_cache_of_another_dtype_is_an_error(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"cache\[0\] must store rows with the dtype"):
         exchange_cached([host], [cache], hot, sides[:1], ids, places, sides[1:], ids, places)
     assert not host.any() and bool((sides[1] == 1).all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.float16], ids=str)
-def test_no_other_dtypes_are_converted(dtype: torch.dtype) -> None:
-    host, side = torch.zeros(4, 2, dtype=BF16), torch.zeros(3, 2, dtype=dtype)
-    none = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"has dtype \w+, expected BFloat16, the dtype of host\[0\]"
-    ):
-        exchange_rows([host], [side], none, none, [side.clone()], none, none)
-
-
-def test_both_sides_have_one_dtype() -> None:
-    host, none = torch.zeros(4, 2, dtype=BF16), torch.zeros(0, dtype=torch.int64)
-    sides = torch.zeros(3, 2), torch.zeros(3, 2, dtype=BF16)
-    for leaving, arriving in (sides, sides[::-1]):
-        with pytest.raises(ValueError, match="has dtype"):
-            exchange_rows([host], [leaving], none, none, [arriving], none, none)
 
 
 @pytest.mark.parametrize("extra", [0, 1], ids=["aligned", "offset"])

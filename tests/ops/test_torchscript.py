@@ -122,20 +122,16 @@ def check(name: str, module: Any, *, literals: bool = False) -> None:
         assert [tensor.data_ptr() for tensor in one] == [tensor.data_ptr() for tensor in other]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_scripted_loop_does_what_calls_from_python_do(name: str) -> None:
-    module = scripted(*op_arguments("cpu")[name])
+@pytest.mark.parametrize(
+    ("name", "literals"),
+    [*((name, False) for name in NAMES), *((name, True) for name in WITH_LISTS)],
+)
+def test_a_scripted_loop_does_what_calls_from_python_do(name: str, literals: bool) -> None:
+    """Lists that are passed and lists that are made in the function are written."""
+    module = scripted(*op_arguments("cpu")[name], literals=literals)
     for _ in range(3):  # the second call optimizes the graph
-        check(name, module)
-    check(name, loaded(module))
-
-
-@pytest.mark.parametrize("name", WITH_LISTS)
-def test_lists_made_in_a_scripted_function_are_written(name: str) -> None:
-    module = scripted(*op_arguments("cpu")[name], literals=True)
-    for _ in range(3):
-        check(name, module, literals=True)
-    check(name, loaded(module), literals=True)
+        check(name, module, literals=literals)
+    check(name, loaded(module), literals=literals)
 
 
 @pytest.mark.parametrize("name", WITH_LISTS)
