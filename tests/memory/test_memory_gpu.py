@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_bytes, assert_same_storage, random_rows
+from reference import assert_same_bytes, random_rows
 from test_memory_processes import lines_of
 from torch import Tensor
 
@@ -42,17 +42,6 @@ def all_rows() -> Tensor:
 
 
 # Each kind at work
-
-
-@pytest.mark.parametrize("kind", [*OWN, "plain", "in_place"])
-def test_rows_of_every_kind_travel_both_ways(kind: str) -> None:
-    values, rows = random_rows(ROWS, (WIDTH,)), random_rows(3, (WIDTH,), seed=1)
-    table, index = table_of(kind, values), torch.tensor([999, 0, 7], device="cuda")
-    assert_same_bytes(speedtorch.pinned_gather(table, index), values[[999, 0, 7]])
-    speedtorch.pinned_scatter(table, index, rows.cuda())
-    speedtorch.synchronize()
-    values[[999, 0, 7]] = rows
-    assert_same_storage(table, values)
 
 
 @pytest.mark.parametrize("kind", [*OWN, "plain"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -234,29 +235,22 @@ atexit.register(cuda_calls.abort_on_any_call)
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"),
-    [("", 0), pytest.param("sys.exit(0)", 0, marks=pytest.mark.nightly), ("sys.exit(3)", 3)],
-    ids=["end", "exit_0", "exit_3"],
+    ("begin", "ending", "status", "last_words"),
+    [
+        ("", "", 0, ""),
+        pytest.param("", "sys.exit(0)", 0, "", marks=pytest.mark.nightly),
+        ("", "sys.exit(3)", 3, ""),
+        ("", "raise ValueError('the end')", 1, "Traceback.*\nValueError: the end\n"),
+        ("atexit.register(lambda: [d.clear() for d in (tables, raw)])", "", 0, ""),
+    ],
+    ids=["end", "exit_0", "exit_3", "exception", "deleted_at_exit"],
 )
-def test_a_process_with_live_tables_ends_silently_and_without_a_cuda_call(
-    ending: str, status: int
+def test_a_process_with_live_tables_ends_with_its_own_words_and_without_a_cuda_call(
+    begin: str, ending: str, status: int, last_words: str
 ) -> None:
-    done = run_python(TABLES, HOLDERS, ending)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
-
-
-def test_a_process_with_live_tables_ends_with_its_own_exception() -> None:
-    done = run_python(TABLES, HOLDERS, "raise ValueError('the last words')")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.endswith("\nValueError: the last words\n")
-
-
-def test_a_table_may_be_deleted_while_the_process_exits() -> None:
-    done = run_python(
-        "atexit.register(lambda: [d.clear() for d in (tables, raw)])", TABLES, HOLDERS
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run_python(begin, TABLES, HOLDERS, ending)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert re.fullmatch(last_words, done.stderr, re.DOTALL)
 
 
 def test_the_trap_for_cuda_calls_works() -> None:

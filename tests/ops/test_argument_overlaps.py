@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,17 @@ def fresh(name: str, device: str) -> tuple[Any, tuple[Any, ...]]:
     return op, with_tensors(arguments, [tensor.clone() for tensor in tensors_of(arguments)])
 
 
+def names_of(op: Any, arguments: tuple[Any, ...]) -> list[str]:
+    """Of each tensor the name that messages have for it."""
+    names = []
+    for part, declared in zip(arguments, op._schema.arguments, strict=False):
+        if isinstance(part, list):
+            names += [f"{declared.name}[{k}]" for k in range(len(tensors_of((part,))))]
+        elif isinstance(part, Tensor):
+            names.append(declared.name)
+    return names
+
+
 def pairs_of(name: str, device: str) -> list[tuple[int, int]]:
     """Places of every two tensors, each first and second in turn."""
     count = len(tensors_of(_arguments(device)[name][1]))
@@ -99,6 +111,8 @@ def test_every_pair_of_arguments_that_overlaps(device: str, name: str, begin: st
         error, result = attempt(op, with_tensors(arguments, tensors))
         if written[first] or written[second]:
             assert isinstance(error, ValueError) and "overlap in memory" in str(error)
+            both = {names_of(op, arguments)[place] for place in (first, second)}
+            assert both <= set(re.findall(r"[\w\[\]]+", str(error))), (both, str(error))
         if error is None:  # else the contents may be no plan, which a GPU would go by
             expected_error, expected = attempt(op, with_tensors(arguments, apart))
             assert expected_error is None

@@ -52,34 +52,23 @@ def check(
 ) -> None:
     """Host and arriving rows become the reference's; leaving and spare rows stay as they were.
 
-    Args:
-        place: where the host's rows and the others lie.
-        host: the buffers that hold the host's rows.
-        evict: ids `[E]` of rows that leave.
-        load: ids `[L]` of rows that arrive.
-        spare: rows of `leaving` and `arriving` beyond the E and L that take part.
-        planned: whether to sort the ids first.
-        fields_of: the fields of those buffers.
+    `spare` rows of either side take no part, and `host` are the buffers whose fields are swapped.
     """
     expected_host = [layout_copy(buffer) for buffer in host]
     fields = fields_of(expected_host)
     shapes = [(tuple(field.shape[1:]), field.dtype) for field in fields]
-    leaving = [
-        random_rows(len(evict) + spare, shape, dtype, seed=seed)
-        for seed, (shape, dtype) in enumerate(shapes, 10)
-    ]
-    arriving = [
-        random_rows(len(load) + spare, shape, dtype, seed=seed)
-        for seed, (shape, dtype) in enumerate(shapes, 20)
-    ]
+    leaving, arriving = (
+        [
+            random_rows(len(ids) + spare, shape, dtype, seed=first + k)
+            for k, (shape, dtype) in enumerate(shapes)
+        ]
+        for first, ids in ((10, evict), (20, load))
+    )
     actual_host = [place.table(buffer) for buffer in host]
     actual_leaving = [place.work(rows) for rows in leaving]
     actual_arriving = [place.work(rows) for rows in arriving]
-    plans = {}
-    if planned:
-        rows = len(fields[0])
-        plans["evict_plan"] = speedtorch.plan_rows(evict, rows)
-        plans["load_plan"] = speedtorch.plan_rows(load, rows)
+    names = {"evict_plan": evict, "load_plan": load} if planned else {}
+    plans = {name: speedtorch.plan_rows(ids, len(fields[0])) for name, ids in names.items()}
     speedtorch.optimizer_state_swap(
         fields_of(actual_host), actual_leaving, evict, actual_arriving, load, **plans
     )
