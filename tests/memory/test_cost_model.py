@@ -107,7 +107,6 @@ def test_a_path_that_is_not_possible_is_not_forced(choose: Callable[..., int]) -
         choose("registered", 100, SCATTER, accumulate=True)
 
 
-# ------------------------------------------------------------------------------------------------
 # explain
 
 
@@ -191,7 +190,6 @@ def test_explain_agrees_with_what_runs(gpu_place: Place) -> None:
             assert torch.equal(speedtorch.pinned_gather(table, ids), table.cuda()[ids])
 
 
-# ------------------------------------------------------------------------------------------------
 # multiprocessors and shapes of launches
 
 
@@ -267,7 +265,6 @@ def test_a_launch_stays_within_its_multiprocessors(row_bytes: int, rows: int, sm
     assert shape["shared_bytes"] <= 227 * 1024
 
 
-# ------------------------------------------------------------------------------------------------
 # links that are faster than the one that counts of multiprocessors were measured on
 
 

@@ -106,11 +106,7 @@ TRIALS = """
 table, tensor = tables[kind], raw[kind]
 trials = {
     "gather": lambda: speedtorch.pinned_gather(tensor, ids),
-    "gather out": lambda: speedtorch.pinned_gather(tensor, ids, out=rows.clone()),
-    "gather plan": lambda: speedtorch.pinned_gather(tensor, ids, plan=plan),
     "scatter": lambda: speedtorch.pinned_scatter(tensor, ids, rows),
-    "scatter plan": lambda: speedtorch.pinned_scatter(tensor, ids, rows, plan=plan),
-    "swap": lambda: speedtorch.optimizer_state_swap([tensor], [rows], ids, [rows.clone()], ids),
     "check_owner": lambda: speedtorch.memory.check_owner(tensor),
     "table gather": lambda: table.gather(ids),
     "table scatter": lambda: table.scatter(ids, rows, "weight"),
@@ -125,7 +121,6 @@ trials = {
 }
 if kind != "managed":
     del trials["table save"]
-plan = speedtorch.plan_rows(ids, 6)
 
 def child():
     for name, work in trials.items():
@@ -141,7 +136,7 @@ def child():
 def test_the_error_of_a_forked_child_names_both_processes_and_the_remedies() -> None:
     program = "sys.stdout.flush(); print(json.dumps([os.getpid(), forked(child)]))"
     *outcomes, (parent, child) = lines_of(TABLES, FORK, "kind = 'managed'", TRIALS, program)
-    assert len(outcomes) == 17
+    assert len(outcomes) == 13
     for name, message in outcomes:
         assert message is not None, name
         start = f"managed memory of process {parent} cannot be used in its forked child {child}. "
@@ -157,7 +152,7 @@ FORKED = pytest.mark.parametrize("kind", ["registered", "plain"])
 def test_a_forked_child_may_use_other_memory(kind: str) -> None:
     program = "forked(child); print(json.dumps(tables[kind]['weight'].tolist()))"
     *outcomes, parents = lines_of(TABLES, FORK, f"kind = {kind!r}", TRIALS, program)
-    assert len(outcomes) == 16
+    assert len(outcomes) == 12
     assert {name: message for name, message in outcomes if message} == {}
     assert parents == [[2.0] * 3] * 6  # what the child wrote is its own
 

@@ -94,6 +94,12 @@ def longer(rows: Any) -> Any:
     return rows.repeat(2, 1)
 
 
+def fields_in_common(host: Any) -> Any:
+    """Fields of one record, of which the second begins within the first."""
+    wide = wider(host[0])
+    return [wide[:, :3], wide[:, 2:4]]
+
+
 def at_an_odd_address(tensor: Any) -> Any:
     """A copy that begins one byte after an address of a number."""
     memory = bytearray(tensor.numel() * tensor.itemsize + 1)
@@ -217,6 +223,7 @@ ON_CPU: Faults = {
     "optimizer_state_swap": [
         *(("host", first(spoil), f"host.*{message}") for spoil, message in TABLES),
         NO_HOST,
+        ("host", fields_in_common, r"host\[0\] and host\[1\] overlap"),
     ],
     "optimizer_state_swap.placed": PLACED,
     "exchange_rows": PLACED,

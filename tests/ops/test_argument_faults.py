@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,33 +246,35 @@ def planned_swap(plan: list[Tensor], index: Tensor) -> list[Tensor]:
     return [table, arriving]
 
 
+def plans_with(number: int, index: Tensor) -> Iterator[list[Tensor]]:
+    """Plans of these ids, each with the number in the place of another one."""
+    for part, entries in enumerate(speedtorch.plan_rows(index, ROWS)):
+        for place in range(len(entries)):
+            plan = speedtorch.plan_rows(index, ROWS)
+            plan[part][place] = number
+            yield plan
+
+
 @pytest.mark.parametrize("number", [-1, -(2**62), 1, 2, 3, 4, 5, 10, ROWS, 2**31, 2**62])
 def test_a_plan_with_any_other_number_in_it_moves_no_row(number: int) -> None:
     index = torch.tensor([7, 2, 9, 0])
     right = planned_swap(speedtorch.plan_rows(index, ROWS), index)
-    for part in range(5):
-        for place in range(len(speedtorch.plan_rows(index, ROWS)[part])):
-            plan = speedtorch.plan_rows(index, ROWS)
-            plan[part][place] = number
-            try:
-                result = planned_swap(plan, index)
-            except (ValueError, IndexError) as error:
-                assert "plan" in str(error) or "twice" in str(error)
-            else:
-                assert_same(result, right)
+    for plan in plans_with(number, index):
+        try:
+            result = planned_swap(plan, index)
+        except (ValueError, IndexError) as error:
+            assert "plan" in str(error) or "twice" in str(error)
+        else:
+            assert_same(result, right)
 
 
 @pytest.mark.parametrize("number", [-1, -(2**62), 0, 1, 2, 3, 4, 2**31, 2**62])
 def test_sums_over_a_plan_with_any_other_number_read_only_within_the_rows(number: int) -> None:
-    index = torch.tensor([7, 2, 7, 0])
-    for part in range(5):
-        for place in range(len(speedtorch.plan_rows(index, ROWS)[part])):
-            plan = speedtorch.plan_rows(index, ROWS)
-            plan[part][place] = number
-            try:
-                ops.sum_rows(torch.ones(4, 2), plan, ROWS, 0, 3)
-            except (ValueError, IndexError) as error:
-                assert "plan" in str(error)
+    for plan in plans_with(number, torch.tensor([7, 2, 7, 0])):
+        try:
+            ops.sum_rows(torch.ones(4, 2), plan, ROWS, 0, 3)
+        except (ValueError, IndexError) as error:
+            assert "plan" in str(error)
 
 
 def test_a_plan_of_another_batch_moves_no_row() -> None:

@@ -90,14 +90,6 @@ def test_ids_may_have_any_shape_and_strides(place: Place, layout: str, dtype: to
     check(place, random_rows(37, (5,)), index, src)
 
 
-def test_nan_payloads_and_the_sign_of_zero_survive(place: Place) -> None:
-    bits = torch.tensor([[0x7F800001, 0x7FC12345], [-0x003FFFFF, -0x80000000]]).to(torch.int32)
-    table = place.table(torch.zeros(2, 2))
-    speedtorch.pinned_scatter(table, place.ids([1, 0]), place.work(bits.view(torch.float32)))
-    speedtorch.synchronize()
-    assert torch.equal(table.cpu().view(torch.int32), bits.flip(0))
-
-
 # Equal ids
 
 

@@ -61,20 +61,20 @@ def test_a_plan_is_that_of_its_ids(count: int, rows: int, dtype: torch.dtype, de
                 assert part.tolist() == numbers, (name, padding, capacity)
 
 
-def test_a_plan_of_a_million_ids_has_them_all(device: str) -> None:
-    index = torch.randint(
-        300_000, (SIZES["a million"],), generator=torch.Generator().manual_seed(1)
-    )
+@pytest.mark.parametrize("scale", [1, 10**9], ids=["32 bits", "64 bits"])
+def test_a_plan_of_a_million_ids_has_them_all(device: str, scale: int) -> None:
+    random = torch.Generator().manual_seed(1)
+    index = torch.randint(300_000, (SIZES["a million"],), generator=random) * scale
+    rows, padding = 300_000 * scale, 17 * scale
     unique, inverse, order, offsets, status = (
-        tensor.cpu() for tensor in plan_batch(index.to(device), 300_000, 17, -1)[:5]
+        tensor.cpu() for tensor in plan_batch(index.to(device), rows, padding, -1)[:5]
     )
     distinct = int(status[3])
-    trained = index[index != 17].unique()
-    assert torch.equal(unique[:distinct], trained) and unique[distinct] == 17
+    trained = index[index != padding].unique()
+    assert torch.equal(unique[:distinct], trained) and unique[distinct] == padding
     assert torch.equal(unique[inverse], index)
-    assert torch.equal(order[: offsets[distinct]].sort().values, (index != 17).nonzero().flatten())
-    sorted_ids = index[order]
-    assert torch.equal(sorted_ids[offsets[:distinct]], trained)
+    assert torch.equal(order, index.where(index != padding, rows).sort(stable=True).indices)
+    assert torch.equal(index[order[offsets[:distinct]]], trained)
 
 
 def ids_of_order(name: str, count: int, rows: int) -> Tensor:

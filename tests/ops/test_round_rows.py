@@ -51,7 +51,6 @@ def neighbours(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return down.view(dtype).float(), up
 
 
-# ------------------------------------------------------------------------------------------------
 # A reference in whole numbers
 
 
@@ -112,7 +111,6 @@ def test_a_number_goes_up_where_its_random_word_is_below_its_distance(
     assert on_device.tolist() == [key[0], key[1] + 1]
 
 
-# ------------------------------------------------------------------------------------------------
 # What it promises
 
 

@@ -284,7 +284,6 @@ def test_a_bar_is_shown_on_demand_and_else_on_a_terminal_when_it_takes_long(
     assert (captured.out, captured.err) == ("", "")
 
 
-# ------------------------------------------------------------------------------------------------
 # Threads
 
 AT_EXIT = """

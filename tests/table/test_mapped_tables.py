@@ -44,7 +44,6 @@ def rows_in(path: Path) -> Tensor:
     return HostTable.open(path, "plain")["weight"]
 
 
-# ------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -121,7 +120,6 @@ def test_processes_share_one_page_cache(tmp_path: Path) -> None:
     assert found["Private_Clean"] + found["Private_Dirty"] == 0
 
 
-# ------------------------------------------------------------------------------------------------
 # Writing
 
 WRITES: dict[str, Callable[[HostTable], Any]] = {
@@ -215,7 +213,6 @@ def test_sparse_and_nested_tensors_of_mapped_rows_have_values_of_their_own(saved
     assert str(rows[0]) == str(rows[0].clone()) and rows[0].tolist() == rows[0].clone().tolist()
 
 
-# ------------------------------------------------------------------------------------------------
 # Files that change, and files that cannot be mapped
 
 READS: dict[str, Callable[[HostTable], Any]] = {
@@ -351,7 +348,6 @@ def test_a_closed_mapped_table_lets_its_file_go(saved: Path) -> None:
     assert str(saved) not in Path("/proc/self/maps").read_text()
 
 
-# ------------------------------------------------------------------------------------------------
 # On a GPU, pretended or not
 
 
@@ -377,7 +373,6 @@ def test_a_file_that_cuda_does_not_register_says_so(saved: Path, driver: Pretend
     assert "mapped (not registered, so that a GPU uses staged copies of its rows" in repr(table)
 
 
-# ------------------------------------------------------------------------------------------------
 # Modules
 
 

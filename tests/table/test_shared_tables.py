@@ -65,7 +65,6 @@ def sent(table: HostTable) -> TableHandle:
     return handle
 
 
-# ------------------------------------------------------------------------------------------------
 # One process
 
 
@@ -153,7 +152,6 @@ def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupt_at_any_line_leaves_no_lock_and_no_descriptor(table: HostTable) -> None:
-
     def work(_: None) -> None:
         other = HostTable.from_handle(sent(table))
         with other.writing():
@@ -342,7 +340,6 @@ def test_memory_that_cuda_does_not_register_says_so(driver: PretendedDriver) -> 
     assert not table.is_in_place
 
 
-# ------------------------------------------------------------------------------------------------
 # Versions
 
 
@@ -430,7 +427,6 @@ def test_a_child_that_was_forked_within_writing_neither_keeps_the_lock_nor_ends_
     assert table.version == 4
 
 
-# ------------------------------------------------------------------------------------------------
 # Two processes
 
 

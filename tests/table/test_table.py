@@ -25,7 +25,6 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {"memory": request.param, **path}
 
 
-# ------------------------------------------------------------------------------------------------
 # Fields and records
 
 
@@ -114,7 +113,6 @@ def test_a_table_on_the_gpu_names_its_device() -> None:
     assert HostTable(2, 2, memory="cuda", device=0)["weight"].is_cuda
 
 
-# ------------------------------------------------------------------------------------------------
 # Rows by their ids
 
 
@@ -201,7 +199,6 @@ def test_a_bad_id_on_the_gpu_is_raised_by_flush() -> None:
     table.flush()
 
 
-# ------------------------------------------------------------------------------------------------
 # Errors
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
