@@ -56,40 +56,40 @@ def made(driver: PretendedDriver, kind: str) -> Tensor:
 # Several GPUs
 
 
-def test_another_gpu_maps_a_managed_table_when_it_first_uses_it() -> None:
-    with PretendedDriver(True, True, True) as driver:
-        table = empty(1000, memory="managed")
-        span = (table.data_ptr(), 4000)
-        for gpu in (0, 2, 2, 0):
-            assert use(table[10:20], gpu) == MANAGED
-        mapped = [("advise_accessed_by", *span, gpu) for gpu in (0, 2)]
-        assert driver.named("advise_accessed_by") == mapped
-        names = [name for name, *_ in driver.named("advise_accessed_by", "event_record")]
-        assert names[:3] == ["advise_accessed_by", "event_record", "advise_accessed_by"]
-        assert names[3:] == ["event_record"] * 3
-        del table
-        assert driver.nothing_left()
+@pytest.fixture
+def gpus(driver: PretendedDriver) -> PretendedDriver:
+    driver.gpus = (True, True, True)
+    return driver
 
 
-def test_a_table_that_cannot_be_mapped_on_a_gpu_is_mapped_by_the_next_use() -> None:
-    with PretendedDriver(True, True) as driver:
-        table = empty(1000, memory="managed")
-        driver.fail("advise_accessed_by", 1)
-        with pytest.raises(RuntimeError, match="pretended reason 2"):
-            use(table, 1)
-        assert driver.named("event_record") == []
-        assert use(table, 1) == MANAGED
-        assert [call[-1] for call in driver.named("advise_accessed_by")] == [0, 1, 1]
-        del table  # the pretended driver's memory, which it alone can free
+def test_another_gpu_maps_a_managed_table_when_it_first_uses_it(gpus: PretendedDriver) -> None:
+    table = empty(1000, memory="managed")
+    span = (table.data_ptr(), 4000)
+    for gpu in (0, 2, 2, 0):
+        assert use(table[10:20], gpu) == MANAGED
+    mapped = [("advise_accessed_by", *span, gpu) for gpu in (0, 2)]
+    assert gpus.named("advise_accessed_by") == mapped
+    names = [name for name, *_ in gpus.named("advise_accessed_by", "event_record")]
+    assert names[:3] == ["advise_accessed_by", "event_record", "advise_accessed_by"]
+    assert names[3:] == ["event_record"] * 3
 
 
-def test_explaining_maps_nothing() -> None:
-    with PretendedDriver(True, True) as driver:
-        table = empty((16, 128), memory="managed")
-        ids = torch.empty(8, dtype=torch.int64, device="meta")
-        speedtorch.explain("pinned_gather", table, ids)
-        assert len(driver.named("advise_accessed_by")) == 1
-        del table
+def test_a_table_that_cannot_be_mapped_on_a_gpu_is_mapped_by_the_next_use(
+    gpus: PretendedDriver,
+) -> None:
+    table = empty(1000, memory="managed")
+    gpus.fail("advise_accessed_by", 1)
+    with pytest.raises(RuntimeError, match="pretended reason 2"):
+        use(table, 1)
+    assert gpus.named("event_record") == []
+    assert use(table, 1) == MANAGED
+    assert [call[-1] for call in gpus.named("advise_accessed_by")] == [0, 1, 1]
+
+
+def test_explaining_maps_nothing(gpus: PretendedDriver) -> None:
+    table, ids = empty((16, 128), memory="managed"), torch.empty(8, dtype=torch.int64).to("meta")
+    speedtorch.explain("pinned_gather", table, ids)
+    assert len(gpus.named("advise_accessed_by")) == 1
 
 
 # WSL2: registered memory lies elsewhere for kernels
@@ -330,25 +330,26 @@ def test_the_pretended_driver_refuses_unsafe_calls_of_threads_that_do_not_relax(
 
 @pytest.mark.parametrize("gpu", [0, 1])
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_released_memory_goes_behind_the_replays_of_its_graphs(gpu: int, is_gone: bool) -> None:
+def test_released_memory_goes_behind_the_replays_of_its_graphs(
+    gpus: PretendedDriver, gpu: int, is_gone: bool
+) -> None:
     release()  # what earlier tests left
-    with PretendedDriver(True, True) as driver:
-        table = [empty(1000, memory="registered")]
-        driver.capturing = {STREAM}
-        use(table[0], gpu)
-        driver.capturing = set()
-        if is_gone:
-            table.clear()
-            assert memory_stats()["captured"] == 4000 and driver.registered
-            release()
-        else:
-            release(table[0])
-            release(table.pop())  # nothing is captured any more
-        chosen = [("set_device", gpu)] if gpu else []
-        calls = driver.named("set_device", "device_synchronize", "host_unregister")
-        back = [("set_device", 0)] if gpu else []
-        assert calls[:-1] == [*chosen, ("device_synchronize",), *back]
-        assert calls[-1][0] == "host_unregister" and driver.nothing_left()
+    gpus.calls.clear()
+    table = [empty(1000, memory="registered")]
+    gpus.capturing = {STREAM}
+    use(table[0], gpu)
+    gpus.capturing = set()
+    if is_gone:
+        table.clear()
+        assert memory_stats()["captured"] == 4000 and gpus.registered
+        release()
+    else:
+        release(table[0])
+        release(table.pop())  # nothing is captured any more
+    chosen, back = ([("set_device", to)] if gpu else [] for to in (gpu, 0))
+    calls = gpus.named("set_device", "device_synchronize", "host_unregister")
+    assert calls[:-1] == [*chosen, ("device_synchronize",), *back]
+    assert calls[-1][0] == "host_unregister" and gpus.nothing_left()
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -377,28 +378,23 @@ def test_memory_of_a_graph_is_pinned_until_it_is_released(
 # Streams, and threads that the driver lets wait
 
 
-def test_a_stream_that_has_the_handle_of_a_destroyed_one_is_another(
-    driver: PretendedDriver,
+@pytest.mark.parametrize(
+    "uses",
+    [[(0, STREAM, 70), (0, STREAM, 70), (0, STREAM, 71)], [(0, 0, 0), (1, 0, 0), (0, 0, 0)]],
+    ids=["a handle that is used again", "default streams of two GPUs"],
+)
+def test_streams_of_other_numbers_and_gpus_are_others(
+    gpus: PretendedDriver, uses: list[tuple[int, int, int]]
 ) -> None:
     table = empty(1000, memory="registered")
-    for number in (70, 70, 71):
-        driver.stream_ids[STREAM] = number
-        use(table)
-    events = [event for _, event, _ in driver.named("event_record")]
-    assert len(set(events)) == len(driver.named("event_create")) == 2
+    for gpu, stream, number in uses:
+        gpus.stream_ids[stream] = number
+        use(table, gpu, stream)
+    events = [event for _, event, _ in gpus.named("event_record")]
+    assert len(set(events)) == len(gpus.named("event_create")) == 2
     del table
-    waited = [event for _, event in driver.named("event_synchronize")]
+    waited = [event for _, event in gpus.named("event_synchronize")]
     assert waited == list(dict.fromkeys(events))
-    assert driver.nothing_left()
-
-
-def test_the_default_streams_of_two_gpus_are_two() -> None:
-    with PretendedDriver(True, True) as driver:
-        table = empty(1000, memory="registered")
-        for gpu in (0, 1, 0):
-            use(table, gpu, 0)
-        assert len(driver.named("event_create")) == 2
-        del table
 
 
 def test_an_op_asks_the_driver_three_times_about_its_table(driver: PretendedDriver) -> None:

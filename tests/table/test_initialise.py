@@ -131,11 +131,6 @@ def test_another_seed_gives_other_bits() -> None:
     assert (first["weight"] != second["weight"]).float().mean() > 0.99
 
 
-def test_no_two_blocks_are_alike() -> None:
-    rows = HostTable(20_000, 1, torch.float64, memory="plain").uniform_(seed=3)["weight"]
-    assert len(rows.unique()) == 20_000
-
-
 def test_without_a_seed_torchs_own_decides() -> None:
     torch.manual_seed(11)
     first, second = table().normal_(), table().normal_()
