@@ -121,6 +121,7 @@ def changed(place: int) -> Spoil:
     return lambda plan: [plan[0], torch.tensor([1, 0, 1, place]), *plan[2:]]
 
 
+FIVE = give(0, 1, 2, 3, 0)
 NO_FIELD = "must have at least one field, got an empty list"
 # Of two fields of 3 and 2 columns, int64; the lists have 4 and 3 ids.
 TABLES: list[tuple[Spoil, str]] = [
@@ -314,11 +315,7 @@ ON_CPU: Faults = {
     ],
     "plan_batch": [
         *(
-            (
-                "padding",
-                number(row),
-                f"padding must be -1 or a row of a table of 11 rows, got {row}",
-            )
+            ("padding", number(row), f"-1 or a row of a table of 11 rows, got {row}")
             for row in (-2, ROWS)
         ),
         ("rows", number(-1), "rows must not be negative"),
@@ -354,24 +351,19 @@ ON_CPU: Faults = {
         ("ids", double, "ids must be int32 or int64"),
         ("distances", shorter, r"distances has shape \[2\], expected \[3\]"),
         ("distances", int32, "distances must"),
-        *(
-            (name, number(least - 1), f"{name} must be at least {least}, got {least - 1}")
-            for name, least in (
-                *(("rows", 0), ("block", 1), ("rows_per_rank", 0)),
-                *(("ranks", 1), ("share", -1)),
-            )
-        ),
+        ("rows", number(-1), "rows must be at least 0, got -1"),
+        ("block", number(0), "block must be at least 1, got 0"),
+        ("rows_per_rank", number(-1), "rows_per_rank must be at least 0, got -1"),
+        ("ranks", number(0), "ranks must be at least 1, got 0"),
+        ("share", number(-2), "share must be at least -1, got -2"),
         ("rows_per_rank", number(2**62), "rows_per_rank must be at most .* for 2 ranks"),
         ("share", number(2**30), "share must be at most .* for 2 ranks"),
     ],
     "requested_ids": [
-        *(
-            ("blocks", spoil, f"blocks {INT64}")
-            for spoil in (
-                *(int32, lambda blocks: blocks.t()),
-                *(lambda blocks: blocks[0], lambda blocks: blocks[:, :0]),
-            )
-        ),
+        ("blocks", int32, f"blocks {INT64}"),
+        ("blocks", lambda blocks: blocks.t(), f"blocks {INT64}"),
+        ("blocks", lambda blocks: blocks[0], f"blocks {INT64}"),
+        ("blocks", lambda blocks: blocks[:, :0], f"blocks {INT64}"),
         ("differs", give(0, 0), r"differs has shape \[2\], expected \[1\]"),
     ],
     "hold_rows": [
@@ -383,14 +375,12 @@ ON_CPU: Faults = {
         ("evicted", first(double), r"evicted\[0\] has dtype Double, .* Long, .* of held\[0\]"),
         ("evicted", first(columns_apart), r"each row of evicted\[0\] must be contiguous"),
         ("held", first(apart), r"held\[0\] must be contiguous"),
-        *(
-            (name, spoil, rf"{name} has shape \[5\], expected \[{size}\]")
-            for spoil in (give(0, 1, 2, 3, 0),)
-            for name, size in (
-                *(("evicted_ids", 4), ("saved_ids", 4), ("saved_count", 1)),
-                *(("kept_from", 4), ("counts", 4), ("held_status", 8)),
-            )
-        ),
+        ("evicted_ids", FIVE, r"evicted_ids has shape \[5\], expected \[4\]"),
+        ("saved_ids", FIVE, r"saved_ids has shape \[5\], expected \[4\]"),
+        ("saved_count", FIVE, r"saved_count has shape \[5\], expected \[1\]"),
+        ("kept_from", FIVE, r"kept_from has shape \[5\], expected \[4\]"),
+        ("counts", FIVE, r"counts has shape \[5\], expected \[4\]"),
+        ("held_status", FIVE, r"held_status has shape \[5\], expected \[8\]"),
         ("ids", double, f"ids {INT64} tensor"),
         ("counts", give(5, 0, 0, 0), r"counts\[0\] must be 0 to 4, got 5"),
         ("counts", give(0, -1, 0, 0), r"counts\[1\] must be 0 to 4, got -1"),

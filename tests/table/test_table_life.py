@@ -69,7 +69,6 @@ def test_closing_frees_the_memory() -> None:
 
 def test_the_table_is_closed_also_if_the_flush_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     table = HostTable(3, 2, memory="plain")
-
     with monkeypatch.context() as patch:
         failing = mock.Mock(side_effect=IndexError("a bad id on the GPU"))
         patch.setattr(placement, "wait_for_rows", failing)
