@@ -136,6 +136,7 @@ ONE_TENSOR = {
     *("plan_fault", "explain_move", "set_costs", "host_register", "memory_kind"),
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
     *("numbers_to_host", "chunk_digests", "resident_open", "resident_slots", "resident_write"),
+    "resident_read_ahead",
 }
 
 # Those of ops that no graph holds.
