@@ -43,9 +43,10 @@ def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     if "torch.jit" in block.text and sys.version_info >= (3, 14):
         pytest.skip("torch refuses TorchScript on Python 3.14")
     # A file, which TorchScript and spawned processes read.
-    (tmp_path / "example.py").write_text(block.text)
+    file = tmp_path / "example.py"
+    file.write_text(block.text)
     program = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})"
-    program += "\nrunpy.run_path('example.py', run_name='__main__')"
+    program += f"\nrunpy.run_path({str(file)!r}, run_name='__main__')"
     done = subprocess.run(
         [warm_python(), "-c", program], cwd=tmp_path, capture_output=True, text=True
     )
