@@ -133,17 +133,7 @@ def test_the_saved_model_scores_as_the_report_says(clicks: Clicks, tmp_path: Pat
 
 def test_without_a_file_one_is_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlrm, "write_clicks", partial(write_clicks, lines=2000))
-    options = (
-        "--out",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--seed",
-        "3",
-        "--lines",
-        "1500",
-        *DEMOS["dlrm"].small,
-    )
-    assert main(["demo", "dlrm", *options]) == 0
+    options = ("--out", str(tmp_path), "--device", "cpu", "--seed", "3", "--lines", "1500")
+    assert main(["demo", "dlrm", *options, *DEMOS["dlrm"].small]) == 0
     assert sorted(os.listdir(tmp_path)) == ["clicks.txt", *DEMOS["dlrm"].files]
     assert facts(tmp_path)["after"]["samples"] == 150

@@ -140,7 +140,8 @@ def random_ids(draw: Random, size: int) -> Any:
     places = [*range(-size, size), *([draw.choice([size, -size - 1, 2**40, -(2**63)])] * is_wrong)]
     count = draw.choice([1, 1, 3, 20]) if places else 0
     ids = np.array(draw.choices(places, k=count) if places else [], np.int64)
-    mask = np.array([draw.random() < 0.5 for _ in range(size + is_wrong)], bool)
+    entries = abs(size + is_wrong * draw.choice([-1, 1]))
+    mask = np.array([draw.random() < 0.5 for _ in range(entries)], bool)
     bounds = [draw.choice([None, draw.randint(-2 * size, 2 * size)]) for _ in range(2)]
     choices = [ids, ids.tolist(), [], mask, mask.tolist(), range(size)[::-2], slice(None)]
     choices += [slice(*bounds, draw.choice([None, 2, -1, -3])), ids.astype(np.int32)]
