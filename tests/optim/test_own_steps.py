@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from interrupts import EVERY, PACKAGE, every_interrupt, source_files
+from interrupts import PACKAGE, every_interrupt, source_files
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -460,8 +460,7 @@ def test_a_step_waits_for_that_of_another_thread_and_finds_its_weights(
     assert embedding.numpy()[:, 0].tolist() == [0.75, 0.5, 1, 0.75]
 
 
-@EVERY
-def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole(every: int) -> None:
+def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole() -> None:
     def begun() -> tuple[Any, Any, optim.Optimizer]:
         first, second = (speedtorch.Embedding(4, 2, _weight=torch.ones(4, 2)) for _ in range(2))
         sgd = optim.SGD(first.parameters(), lr=0.25)
@@ -472,17 +471,16 @@ def test_a_step_after_an_interrupt_of_the_search_for_weights_is_whole(every: int
 
     count = 0
     for (first, second, sgd), _ in every_interrupt(
-        begun, lambda made: step_hooks._before_step(made[2], (), {}), files=STEP_HOOKS, every=every
+        begun, lambda made: step_hooks._before_step(made[2], (), {}), files=STEP_HOOKS
     ):
         sgd.step()
         assert first.numpy()[:, 0].tolist() == [1, 0.75, 1, 1]
         assert second.numpy()[:, 0].tolist() == [1, 1, 0.75, 1]
         count += 1
-    assert count > 20 // every
+    assert count > 20
 
 
-@EVERY
-def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows(every: int) -> None:
+def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows() -> None:
     def begun() -> optim.Optimizer:
         embedding = speedtorch.Embedding(4, 2)
         sgd = optim.SGD(embedding.parameters())
@@ -493,8 +491,8 @@ def test_an_interrupt_at_any_line_of_a_step_keeps_neither_optimizer_nor_rows(eve
         return sgd
 
     made: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
-    interrupts = every_interrupt(begun, lambda sgd: sgd.step(), files=STEP_HOOKS, every=every)
-    assert sum(1 for _ in interrupts) > 50 // every
+    interrupts = every_interrupt(begun, lambda sgd: sgd.step(), files=STEP_HOOKS)
+    assert sum(1 for _ in interrupts) > 50
     gc.collect()
     assert not [line for line, gone in enumerate(made, 1) if any(each() for each in gone)]
 
