@@ -48,37 +48,32 @@ def rows(need_indices: bool = False, device: str = "cpu", columns: int = 0) -> E
 
 @GROUPS
 def test_features_lie_where_offset_per_key_says(names: tuple[str, ...], device: str) -> None:
-    found = bags(names, device)(KeyedIds.of(BAGS, device))
-    offsets, columns = found.offset_per_key(), found.length_per_key()
+    ours = bags(names, device)
+    found = ours(KeyedIds.of(BAGS, device))
+    offsets, columns, values = found.offset_per_key(), found.length_per_key(), found.values()
     assert columns == [TABLES[name][1] for name in names]
     assert found.key_dim() == 1
-    assert offsets[-1] == found.values().shape[found.key_dim()]
+    assert offsets[-1] == values.shape[found.key_dim()]
+    assert ours.device.type == found.device().type == device
     for key, first, width in zip(found.keys(), offsets, columns, strict=False):
-        assert_same_bytes(found[key], found.values()[:, first : first + width])
+        assert_same_bytes(found[key], values[:, first : first + width])
+    assert found.values() is values  # put side by side once
     if len(names) == 2:  # of one group: nothing is copied
-        assert found.values().data_ptr() == found["user"].data_ptr()
-
-
-def test_values_are_put_side_by_side_once() -> None:
-    found = bags()(KeyedIds.of(BAGS))
-    assert found.values() is found.values()
+        assert values.data_ptr() == found["user"].data_ptr()
 
 
 @GROUPS
-def test_a_result_moves_to_a_device(names: tuple[str, ...], device: str) -> None:
-    found = bags(names)(KeyedIds.of(BAGS))
+def test_a_result_moves_to_a_device_with_its_gradient(names: tuple[str, ...], device: str) -> None:
+    ours = bags(names)
+    found = ours(KeyedIds.of(BAGS))
     moved = found.to(torch.device(device), non_blocking=True)
     assert moved.device().type == moved.values().device.type == device
     assert moved.keys() == found.keys()
     assert moved.offset_per_key() == found.offset_per_key()
     for key, value in found.items():
         assert_same_bytes(moved[key].detach().cpu(), value.detach())
-
-
-def test_a_moved_result_has_gradients() -> None:
-    ours = bags()
-    ours(KeyedIds.of(BAGS)).to("cpu")["seen"].sum().backward()
-    assert ours.group_of("item").weight.grad is not None
+    moved["word"].sum().backward()
+    assert ours.group_of("word").weight.grad is not None
 
 
 @NEEDS_GPU
@@ -158,7 +153,7 @@ def test_no_rows_are_all_padding(samples: int) -> None:
 
 def test_need_indices_returns_the_ids_as_weights(device: str) -> None:
     ours = rows(need_indices=True, device=device)
-    assert ours.need_indices() is True
+    assert ours.need_indices() is True and ours.device.type == device
     for features in (KeyedIds.of(BAGS, device), KeyedIds.of(dict(reversed(BAGS.items())))):
         found = ours(features)
         for key, bags_ in BAGS.items():
@@ -231,11 +226,6 @@ def test_a_collection_names_its_results_by_table() -> None:
 def test_columns_that_differ_have_no_embedding_dim() -> None:
     with pytest.raises(ValueError, match=r"the tables have several dimensions, \[2, 4\]"):
         rows().embedding_dim()
-
-
-def test_device_is_the_device_of_the_rows(device: str) -> None:
-    assert bags(device=device).device.type == device
-    assert rows(device=device).device.type == device
 
 
 # ------------------------------------------------------------------------------------------------

@@ -151,19 +151,11 @@ class Tables(nn.Module):
     def announce(self, *parts: Tensor) -> None:
         self.tables.announce(*map(self.features, parts))
 
-    def flush(self) -> None:
-        self.tables.flush()
-
-    def init_(self, *args: Any) -> None:
-        self.tables.group_of("a").init_(*args)
-
-    @property
-    def weight(self) -> Any:
-        return self.tables.group_of("a").weight
-
-    @property
-    def table(self) -> speedtorch.HostTable:
-        return self.tables.group_of("a").table
+    def __getattr__(self, name: str) -> Any:
+        """The weight, the table and the methods of the one group."""
+        if name in ("weight", "table", "flush", "init_"):
+            return getattr(self.tables.group_of("a"), name)
+        return super().__getattr__(name)
 
 
 class Ours:

@@ -87,26 +87,6 @@ def batches(count: int, overlap: float = 0.5, ids: int = IDS) -> list[tuple[Tens
     ]
 
 
-class Foreseeing:
-    """A graph that is offset ids of a next batch at each call.
-
-    Args:
-        world: whose step it captures.
-        guess: the ids, by the number of the call; None tells none.
-    """
-
-    def __init__(self, world: World, guess: Callable[[int], Tensor] | None) -> None:
-        self._graph = world.graphed(ahead=guess is not None)
-        self._guess = guess
-        self._calls = 0
-
-    def __call__(self, *batch: Tensor) -> Tensor:
-        self._calls += 1
-        if self._guess is None:
-            return self._graph(*batch)
-        return self._graph(*batch, next_ids=self._guess(self._calls))
-
-
 def bad(ids: Tensor) -> Tensor:
     return torch.where(torch.arange(IDS, device="cuda") == 3, ROWS, ids)
 
@@ -125,12 +105,22 @@ def assert_same_worlds(one: World, other: World) -> None:
 
 
 class Pair:
-    """A world without a graph, and one whose steps are a graph."""
+    """A world without a graph, and one whose steps are a graph.
+
+    `guess` names what the graph is told of the next batch's ids at each call.
+    """
 
     def __init__(self, name: str = "Adam, fused", guess: str = "none", capacity: int = IDS) -> None:
         self.plain, self.world = World(name, capacity=None), World(name, capacity)
         self.worlds = (self.plain, self.world)
-        self.step = Foreseeing(self.world, GUESSES[guess])
+        self._guess, self._calls = GUESSES[guess], 0
+        self._graph = self.world.graphed(ahead=self._guess is not None)
+
+    def step(self, *batch: Tensor) -> Tensor:
+        self._calls += 1
+        given = {} if self._guess is None else {"next_ids": self._guess(self._calls)}
+        result: Tensor = self._graph(*batch, **given)
+        return result
 
     def train(self, *batch: Tensor) -> None:
         expected = self.plain.step(*batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import paces
 import pytest
@@ -11,6 +10,7 @@ import torch
 from conftest import NEEDS_GPU
 from loops import PLAIN, WAYS, Training
 from reference import assert_same_content
+from small_training import SmallTraining
 from torch import Tensor, nn, optim
 
 import speedtorch
@@ -231,21 +231,15 @@ def test_an_evaluation_may_prefetch_within_a_training_that_does(
 
 
 def test_two_loops_in_turns_train_as_one_after_another() -> None:
-    def train(loop: Callable[[Any, Any], Any]) -> Tensor:
-        torch.manual_seed(0)
-        embedding = speedtorch.Embedding(30, 2)
-        adam = optim.Adam(embedding.parameters(), lr=0.1)
-        speedtorch.attach(adam, embedding)
-        given = [torch.randint(30, (5,)) for _ in range(10)]
-        for pair in zip(loop(given, embedding), loop(given[::-1], embedding), strict=True):
+    ahead, plain = SmallTraining(steps=0), SmallTraining(steps=0)
+    given = [plain.batch(number) for number in range(10)]
+    orders = given, given[::-1]
+    loops = [speedtorch.prefetch(each, ahead.module, ids=lambda ids: ids) for each in orders]
+    for training, pairs in ((ahead, zip(*loops, strict=True)), (plain, zip(*orders, strict=True))):
+        for pair in pairs:
             for ids in pair:
-                adam.zero_grad()
-                embedding(ids).square().sum().backward()
-                adam.step()
-        return embedding.state_dict()["weight"]
-
-    ahead = train(lambda given, model: speedtorch.prefetch(given, model, ids=lambda ids: ids))
-    assert torch.equal(ahead, train(lambda given, _: given))
+                training.step(ids)
+    assert_same_content(ahead.fields(), plain.fields())
 
 
 def test_a_loop_within_another_does_not_change_the_outer_loops_rows() -> None:
