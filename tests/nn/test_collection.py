@@ -504,6 +504,18 @@ def test_a_bad_id_is_named_and_no_row_is_touched(
     assert_same_content(weights_of(ours), weights_of(good))
 
 
+def test_the_last_and_the_next_row_of_a_table_before_another_of_its_group() -> None:
+    ours = EmbeddingBagCollection([EmbeddingBagConfig(5, 2, "a"), EmbeddingBagConfig(5, 2, "b")])
+    good = ours({"a": torch.tensor([4]), "b": torch.tensor([0])})
+    assert_same_bytes(good["a"].detach(), ours.table_weight("a")[[4]])
+    for a, b, message in (
+        (5, 0, "feature 'a': id 5 at position 0 .* 'a' of 5 rows"),
+        (0, -1, "feature 'b': id -1 at position 0 .* 'b' of 5 rows"),
+    ):
+        with pytest.raises(IndexError, match=message):
+            ours({"a": torch.tensor([a]), "b": torch.tensor([b])})
+
+
 # ------------------------------------------------------------------------------------------------
 # Every other error
 

@@ -46,7 +46,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("overlap", [0, 0.5, 1], ids=["apart", "half", "same"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize(
-    "loop", ["one_lookup_a_step", "evaluation_between_and_within_steps", "all_of_these_by_turns"]
+    "loop",
+    [
+        "one_lookup_a_step",
+        "no_ids_before_others",
+        "evaluation_between_and_within_steps",
+        "all_of_these_by_turns",
+    ],
 )
 def test_settings_of_lookups_and_overlaps_train_alike(
     loop: str, settings: dict[str, Any], overlap: float, way: str, device: str
