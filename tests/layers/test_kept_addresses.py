@@ -397,6 +397,14 @@ def test_all_remain_offloaded_if_memory_is_too_little(
     assert_trains_on(trained)
 
 
+def test_a_range_is_deleted_after_its_tensors_are_dropped(trained: Training) -> None:
+    for count in (1, 0):
+        with trained.state.asleep():
+            pass
+        assert len(trained.state._parts["gradients"].memory._ranges) == count  # type: ignore[attr-defined]
+        trained.optimizer.zero_grad()
+
+
 @pytest.mark.usefixtures("ranges")
 @pytest.mark.parametrize("parts", [["weights", "optimizer"], ["optimizer", "weights"]])
 def test_tensors_whose_memory_two_parts_have_exchanged_sleep(parts: list[Any]) -> None:

@@ -241,6 +241,38 @@ def test_what_is_prefetched_is_on_the_host_until_it_is_used(device: str, changed
     models.assert_same()
 
 
+@pytest.mark.parametrize("evicts", [False, True])
+@pytest.mark.parametrize("how", ["at once", "after steps", "written"])
+def test_an_optimizer_loads_its_own_state_dict_as_without_modules(
+    how: str, evicts: bool, device: str
+) -> None:
+    models = Pair(linears(2), device, partial(optim.AdamW, lr=0.1))
+    swapper = models.swapper
+
+    def step(number: int, *, evicts: bool = False) -> None:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).to(device)
+        with swapper.use(*models.made):
+            models.train(lambda model: model(x).square().sum())
+        if evicts:
+            swapper.evict()
+
+    step(0, evicts=True)
+    step(1)
+    states = [optimizer.state_dict() for optimizer in models.optimizers]
+    if how == "after steps":
+        step(2)
+    for optimizer, state in zip(models.optimizers, states, strict=True):
+        if how == "written":
+            for of_one in state["state"].values():
+                of_one["exp_avg"].fill_(0.5)
+        if evicts:
+            swapper.evict()
+        optimizer.load_state_dict(state)
+    for number in (3, 4):
+        step(number, evicts=evicts)
+    models.assert_same()
+
+
 @pytest.mark.parametrize("between", ["nothing", "flush", "state_dict"])
 def test_nothing_between_a_prefetch_and_a_use_forgets_a_change(device: str, between: str) -> None:
     made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
