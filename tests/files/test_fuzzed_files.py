@@ -184,7 +184,7 @@ def test_manifests(tmp_path: Path, part: int) -> None:
         try:
             opened = SavedGeneration.opened(str(path.parents[1]), saved.generation)
             for name in opened.manifest["parts"]:
-                opened.value(name, {}, copies=True)
+                opened.value(name, {}, copies=True, before_read=lambda links: None)
         except FileNotFoundError as error:  # of a file, or a base, that it names
             raise ValueError("there is none") from error
 
