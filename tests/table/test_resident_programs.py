@@ -58,8 +58,12 @@ class _Pair:
         if OPTIMIZERS[self._kind][0]:
             speedtorch.attach(self.optimizer, self.module)
 
+    def shaped(self, ids: Tensor) -> Tensor:
+        """The ids of one bag, or the ids."""
+        return ids.view(1, -1) if self._settings["bag"] else ids
+
     def look_up(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.module(ids.view(1, -1) if self._settings["bag"] else ids)
+        found: Tensor = self.module(self.shaped(ids))
         return found
 
     def end_step(self, found: Tensor) -> list[Tensor]:
@@ -153,7 +157,7 @@ class Program:
 
         def run(pair: _Pair) -> list[Tensor]:
             if announces or self.capacity is not None:
-                pair.module.announce(ids, others)
+                pair.module.announce(pair.shaped(ids), pair.shaped(others))
             found = pair.look_up(ids)
             return pair.end_step(torch.cat([found.view(-1), pair.look_up(others).view(-1)]))
 
