@@ -25,8 +25,8 @@ constexpr int64_t kMaxThreads = 32;
 constexpr int64_t kCallsPerThread = 16;
 // The maximum number of consecutive records in one call; less than IOV_MAX.
 constexpr int64_t kRecordsPerCall = 256;
-// The maximum number of records that the calling thread reads from the page cache. A record takes
-// about 1 us, so that this many take about as long as the start of the threads.
+// The maximum number of records that the calling thread reads from the page cache: threads would
+// take longer to start.
 constexpr size_t kReadsWithoutThreads = 512;
 // read_ahead() reads pages, as the page cache does, and neighbouring pages in one call.
 constexpr int64_t kPageBytes = 4096;
@@ -110,19 +110,17 @@ int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t of
 }  // namespace
 
 ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
-    : file_(std::make_shared<File>(fcntl(file, F_DUPFD_CLOEXEC, 0))),
+    : file_(std::make_shared<File>(file)),
       memory_(memory),
       record_bytes_(record_bytes),
       slots_(static_cast<size_t>(slot_count)),
-      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {
-  if (file_->descriptor < 0) {
-    throw std::system_error(errno, std::generic_category(), "resident rows");
-  }
+      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {}
+
+ResidentRows::File::File(int file) : descriptor(fcntl(file, F_DUPFD_CLOEXEC, 0)) {
+  if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "resident rows");
 }
 
-ResidentRows::File::~File() {
-  if (descriptor >= 0) close(descriptor);
-}
+ResidentRows::File::~File() { close(descriptor); }
 
 // The place of a row in the hash table, or of the empty place where it would be.
 size_t ResidentRows::place_of(int64_t row) const {
@@ -237,6 +235,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
 }
 
 void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
+  if (file_->readers_ahead >= kMaxReadersAhead) return;
   std::vector<int64_t> missing;
   const int64_t last = std::numeric_limits<int64_t>::max() / record_bytes_ - 1;
   for (int64_t i = 0; i < count; ++i) {
@@ -247,10 +246,6 @@ void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
   std::ranges::sort(missing);
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   if (missing.empty()) return;
-  if (file_->readers_ahead.fetch_add(1) >= kMaxReadersAhead) {
-    --file_->readers_ahead;
-    return;
-  }
   struct Pages {
     int64_t begin, end;
   };
@@ -264,8 +259,7 @@ void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
       parts.push_back({begin, end});
     }
   }
-  counts_.ahead += static_cast<int64_t>(missing.size());
-  const auto work = [file = file_, parts = std::move(parts)] {
+  auto work = [file = file_, parts = std::move(parts)] {
     const auto read = [&](int64_t i) {
       char buffer[kPagesPerCall * kPageBytes];
       const Pages& part = parts[static_cast<size_t>(i)];
@@ -282,9 +276,11 @@ void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
     in_threads(static_cast<int64_t>(parts.size()), read, [](int64_t i) { return i; });
     --file->readers_ahead;
   };
+  ++file_->readers_ahead;
   try {
     const BlockedSignals blocked;
-    std::thread(work).detach();
+    std::thread(std::move(work)).detach();
+    counts_.ahead += static_cast<int64_t>(missing.size());
   } catch (const std::exception&) {  // no memory, or too many threads
     --file_->readers_ahead;
   }

@@ -73,8 +73,8 @@ class ResidentRows {
     uint8_t chances = 0;  // rounds of the hand that the row survives without a use
     bool is_changed = false;
   };
-  struct File {  // closed by its last user, which may be a thread of read_ahead()
-    explicit File(int descriptor) : descriptor(descriptor) {}
+  struct File {               // closed by its last user, which may be a thread of read_ahead()
+    explicit File(int file);  // duplicates a descriptor
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;

@@ -99,11 +99,11 @@ class Prefetch(Generic[_Batch]):
         """Yields batches with their plans, or at last the exception of the loader or a plan."""
         plans: _Plans | None = None
         needs_ids = True
-        stores = {module: module.trained_rows.exchange.held.store for module in self._modules}
         from_disk = {
             module: store
-            for module, store in stores.items()
-            if store.reads_ahead and module.lookups is module.trained_rows  # ids of the own rows
+            for module in self._modules
+            if module.lookups is module.trained_rows  # ids of ranks name rows of all ranks
+            and (store := module.trained_rows.exchange.held.store).reads_ahead
         }
         try:
             for batch in self._loader:

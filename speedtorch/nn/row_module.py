@@ -38,6 +38,7 @@ from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_init import LazyInit, ShardSpec
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.new_table import NewTable
+from speedtorch.table.whole_fields import reading_state
 from speedtorch.torch_internals import (
     active_data_parallel,
     as_plain,
@@ -751,7 +752,8 @@ class RowModule(nn.Module):
         with as_plain():
             super()._save_to_state_dict(destination, prefix, keep_vars)
         with self.trained_rows.lock:  # no other thread may step the rows during the copy
-            self.flush()
+            with reading_state():
+                self.flush()
             destination[f"{prefix}weight"] = self.trained_rows.fields.saved("weight")
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from speedtorch.nn.row_module import RowModule, loadable
 from speedtorch.nn.row_reading import blocks_of
 from speedtorch.nn.table_group import TableGroup
+from speedtorch.table.whole_fields import reading_state
 from speedtorch.torch_internals import as_plain, tree_map
 
 __all__ = [
@@ -102,8 +103,9 @@ class Tables(nn.Module):
     # ---- Saved and loaded
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for group in groups_of(self):
-            group.flush()
+        with reading_state():
+            for group in groups_of(self):
+                group.flush()
         for name, (group, rows) in places_of(self).items():
             destination[f"{prefix}{name}.weight"] = group.trained_rows.fields.saved("weight", rows)
         for joined, group in zip(self._modules, groups_of(self), strict=True):

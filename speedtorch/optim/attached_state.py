@@ -18,6 +18,7 @@ from speedtorch.optim.step_state import StepState, listed
 from speedtorch.step.row_weight import dense
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.table.row_shard import RowShard
+from speedtorch.table.whole_fields import reading_state
 
 __all__ = ["AttachedState", "SavedState", "calls_load_hooks", "state_of"]
 
@@ -143,7 +144,8 @@ class AttachedState(StepState):
         if not self._has_stepped and not self.entries():
             return None
         self._take_given()
-        self.table_rows.flush()
+        with reading_state():
+            self.table_rows.flush()
         rows = {name: self.table_rows.fields.saved(name) for name in self.names}
         parameter = self.table_rows.weight
         # torch.save rejects views of one storage with several dtypes. torch's fused CPU optimizers

@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtorch.ops.functions import exchange_rows, wait_for_rows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, StoreInSlots
 from speedtorch.table.lazy_table import LazyTable
-from speedtorch.table.resident_rows import ResidentRows, reading_only
+from speedtorch.table.resident_rows import ResidentRows
 
 __all__ = ["ResidentStore", "store_of"]
 
@@ -76,8 +76,7 @@ class ResidentStore(StoreInSlots):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Like RowStore.write; first writes all resident rows to the file."""
         self._table.field("weight")  # raises if the table is closed
-        with reading_only(False):
-            self._resident.write_back()
+        self._resident.write_back()
         super().write(ids, rows)
 
     def write_back(self) -> None:

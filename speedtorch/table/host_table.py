@@ -456,15 +456,11 @@ class HostTable:
 
         `only_reads`: The caller writes no rows, so that resident rows remain in their slots.
         """
-        holder = None if self.holder is None else self.holder()
-        if self.resident is None:
-            if holder is not None:
-                holder.write_back()
-            return
         with reading_only(only_reads):
-            if holder is not None:
+            if self.holder is not None and (holder := self.holder()) is not None:
                 holder.write_back()
-            self.resident.write_back()
+            if self.resident is not None:
+                self.resident.write_back()
 
     def _open_placement(self) -> Placement:
         if self._placement is None:

@@ -216,7 +216,7 @@ class ResidentRows:
 
 
 @contextmanager
-def reading_only(only_reads: bool = True) -> Iterator[None]:
+def reading_only(only_reads: bool) -> Iterator[None]:
     """A context in which write_back(), in this thread, keeps rows in their slots.
 
     The caller reads tables and does not write to them. With False, the caller may write.

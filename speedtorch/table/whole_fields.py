@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from speedtorch.table.read_only_rows import ReadOnlyRows, in_own_storage
 from speedtorch.table.resident_rows import reading_only
 from speedtorch.table.row_shard import RowShard
 
-__all__ = ["WholeFields", "state_dict_views"]
+__all__ = ["WholeFields", "reading_state", "state_dict_views"]
 
 _returns_views: ContextVar[bool] = ContextVar("returns views", default=False)
 
@@ -132,10 +132,17 @@ def state_dict_views() -> Iterator[None]:
     """
     token = _returns_views.set(True)
     try:
-        with reading_only():
-            yield
+        yield
     finally:
         _returns_views.reset(token)
+
+
+def reading_state() -> AbstractContextManager[None]:
+    """A context in which a state dict writes rows back before saved().
+
+    In state_dict_views() the caller only reads, and resident rows of a file keep their slots.
+    """
+    return reading_only(_returns_views.get())
 
 
 def _convert(value: Tensor, field: Tensor) -> None:
