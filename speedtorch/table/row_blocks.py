@@ -73,8 +73,7 @@ def draw_rows(
     if isinstance(function, partial) and not function.args:  # args would precede the rows
         kwargs = function.keywords | kwargs
         function = function.func
-    if "generator" in kwargs:
-        raise TypeError("generator: each block of rows has its own generator. Pass seed= instead.")
+    _check_no_generator(kwargs)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
@@ -109,6 +108,15 @@ def draw_rows(
         )
     else:
         _draw_whole(field, dtype, lambda rows: function(rows, *args, **kwargs), int(seed))
+
+
+def _check_no_generator(kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for a call with a generator."""
+    if kwargs.get("generator") is not None:
+        raise TypeError(
+            "generator: each block of rows has its own generator. Pass seed= to init_, or call"
+            " torch.manual_seed first."
+        )
 
 
 def _check_share(share: Share, rows: int) -> None:
@@ -158,6 +166,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Tensor:
+        _check_no_generator(kwargs or {})
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         alike = random or fills or torch.Tag.pointwise in func.tags

@@ -32,6 +32,11 @@ BAD: list[tuple[Callable[[HostTable], object], type[Exception], str]] = [
         TypeError,
         "has its own generator. Pass seed=",
     ),
+    (
+        lambda t: t.init_(lambda rows: rows.zero_().random_(generator=torch.Generator())),
+        TypeError,
+        "has its own generator. Pass seed=",
+    ),
     (lambda t: t.normal_(seed=1.5), TypeError, "seed: expected an int, got 1.5"),
     (lambda t: t.normal_(seed=True), TypeError, "seed: expected an int"),
     (lambda t: t.fill_([1, 2]), ValueError, r"'weight' has the shape \(12,\), got \(2,\)"),
