@@ -100,10 +100,10 @@ def all_on_gpu(parameters: Parameters) -> Way:
     return Way(optim.AdamW(parameters, fused=True, **RATES).step)
 
 
-def ours(parameters: Parameters, budget: int) -> Way:
+def ours(parameters: Parameters, budget: int, stored: torch.dtype | None = None) -> Way:
     """A StateSwapper around the same AdamW."""
     optimizer = optim.AdamW(parameters, fused=True, **RATES)
-    swapper = speedtorch.StateSwapper(optimizer, budget=budget)
+    swapper = speedtorch.StateSwapper(optimizer, budget=budget, stored=stored)
 
     def facts() -> dict[str, Any]:
         told = swapper.report()
@@ -273,6 +273,8 @@ def by_budgets(bound: Figure) -> Iterator[Figure | tuple[str, Any]]:
         name = f"speedtorch, StateSwapper, at most {said(budget)}"
         make = partial(ours, budget=budget)
         yield from stepped(name, make, bound, kind="ours", budget=budget)
+    make = partial(ours, budget=budget, stored=torch.bfloat16)
+    yield from stepped(f"{name}, bfloat16", make, bound, kind="ours, bfloat16", budget=budget)
 
 
 def said(nbytes: int) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from speedtorch.layers.access_tracker import untracked
+from speedtorch.layers.access_tracker import is_plain_tensor, untracked
+from speedtorch.layers.flat_buffer import Memory
 from speedtorch.layers.module_steps import (
     check_scaler_waits,
     replace_method,
@@ -36,10 +37,12 @@ from speedtorch.layers.split_steps import (
     swapped_optimizers,
 )
 from speedtorch.layers.state_tensors import is_cpu_step, plain_tensors
+from speedtorch.layers.stored_state import StoredState
 from speedtorch.layers.tensor_group import Members, TensorGroup
 from speedtorch.layers.transfer_stats import StateReport, TransferStats
 from speedtorch.memory.byte_count import bytes_of, text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
+from speedtorch.step.rounding import RoundingMode, check_mode
 from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import tree_leaves
 
@@ -62,8 +65,12 @@ class _Bucket:
         traffic: TransferStats,
         *,
         copies_parameters: bool,
+        stored: StoredState | None,
     ) -> None:
         self._optimizer, self._copies_parameters = optimizer, copies_parameters
+        self._stored = stored
+        self._stored_names: list[str] = []
+        """Names of the state tensors that are stored in 16 bits, as of the last search."""
         self.parameter_device = parameters[0].device
         """The device of all parameters."""
         self._parameters = [weakref.ref(param) for param in parameters]
@@ -102,10 +109,29 @@ class _Bucket:
     def load(self, members: Members) -> None:
         """Moves state and parameters to the device; the current stream waits for the copies."""
         self.state.load(members)
+        self.widen(members)
         self.offloaded.load()
         for param in self.parameters if self._copies_parameters else ():
             for value in tree_leaves(self._optimizer.state.get(param)):
                 follow_inner(value)  # load_state_dict() may have made it a host tensor
+
+    def widen(self, members: Members) -> None:
+        """Makes stored state float32, where it is."""
+        if self._stored is not None:
+            self._stored.widen([members.tensors[name] for name in self._stored_names])
+
+    def _narrow(self, values: dict[str, Tensor]) -> None:
+        """Stores the state tensors of one parameter in 16 bits, in their places on the device."""
+        assert self._stored is not None
+        buffer, places = self.state.buffer, dict[str, Tensor]()
+        for name, value in values.items() if buffer.is_filled else ():
+            if name in buffer.places and value.device == buffer.device:
+                view = buffer.view(name, Memory.DEVICE)
+                if (view.dtype, view.shape) == (self._stored.dtype, value.shape):
+                    places |= {name: view} if view.stride() == value.stride() else {}
+        if places:
+            buffer.load_stream.join()
+        self._stored.narrow(values, places)
 
     @untracked
     def write_back(self, members: Members | None) -> None:
@@ -123,12 +149,13 @@ class _Bucket:
 
     @untracked
     def members(self, shared: Mapping[int, int]) -> Members:
-        """State tensors by name that can be moved.
+        """State tensors by name that can be moved; stored ones are rounded to 16 bits.
 
         Tensors that several parameters share, or that alias a parameter or its gradient, are
         left out. A shared tensor that is on another device is copied to the bucket's device.
         """
         found: dict[str, Tensor] = {}
+        self._stored_names = []
         device, state = self.state.buffer.device, self._optimizer.state
         groups = self._optimizer.param_groups
         may_be_on_cpu = not all(group.get("capturable") or group.get("fused") for group in groups)
@@ -137,6 +164,7 @@ class _Bucket:
             if parameter is None or not (kept := state.get(parameter)):
                 continue
             spans, names = _spans(parameter), self._names[number]
+            stored: dict[str, Tensor] = {}
             for key, value in kept.items():
                 if (name := names.get(key)) is None:
                     name = names[key] = f"{key!r} of parameter {number}"
@@ -153,6 +181,11 @@ class _Bucket:
                             tensor.data = tensor.to(device)
                     elif tensor.is_cpu or tensor.device == device:
                         found[part] = tensor
+                        if self._stored is not None and self._stored.applies(parameter, tensor):
+                            stored[part] = tensor
+            if stored:
+                self._narrow(stored)
+                self._stored_names += stored
         return Members(found, found.keys())
 
 
@@ -179,6 +212,12 @@ class StateSwapper:
     step copies them to the device with their gradients and state, and writes new values back into
     the same host memory. Pinned memory is copied fastest.
 
+    With `stored`, steps compute with float32 state, which is rounded to 16 bits after each step.
+    This halves the bytes in host memory and over the link. Rounded are float32 state tensors with
+    the shape of a float32 parameter, such as Adam's `exp_avg` and `exp_avg_sq`. Between steps they
+    have the 16-bit dtype. Random numbers depend on the elements and on the number of earlier steps
+    with this swapper: ranks with the same parameters round alike.
+
     Args:
         optimizer: one or several optimizers that step each parameter separately. Wrappers from
             accelerate, Lightning and Fabric are accepted.
@@ -187,8 +226,13 @@ class StateSwapper:
             of one parameter is not split, so the largest counts three times. With `device`, copied
             parameters and gradients count as well.
         device: the device that steps parameters in host memory. None: their own device.
+        stored: torch.bfloat16, the dtype of float32 state between steps. None: state is not
+            rounded.
+        rounding: how `stored` state is rounded: "stochastic", or "nearest", with which Adam's state
+            stops changing when its updates are smaller than half a unit in the last place.
 
     Raises:
+        NotImplementedError: with `stored`: a parameter is a DTensor or another tensor subclass.
         TypeError: the object is no optimizer, steps all parameters at once (LBFGS), or wraps
             another optimizer (Lookahead).
         ValueError: an optimizer is given twice, is differentiable, does not step each parameter
@@ -217,7 +261,11 @@ class StateSwapper:
         *,
         budget: int | str,
         device: torch.device | str | None = None,
+        stored: torch.dtype | None = None,
+        rounding: RoundingMode = "stochastic",
     ) -> None:
+        check_mode(rounding, stored)
+        self._stored = None if stored is None else StoredState(stored, rounding)
         self._optimizers = optimizers_within(given_optimizers(optimizer))
         if not self._optimizers:
             raise TypeError("optimizer: expected a torch.optim.Optimizer, got none")
@@ -243,7 +291,8 @@ class StateSwapper:
 
     def __repr__(self) -> str:
         names = ", ".join(type(opt).__name__ for opt in self._optimizers)
-        return f"{type(self).__name__}({names}; budget={text_of(self.budget)})"
+        stored = "" if self._stored is None else f"; {self._stored}"
+        return f"{type(self).__name__}({names}; budget={text_of(self.budget)}{stored})"
 
     @untracked
     def evict(self) -> int:
@@ -283,10 +332,12 @@ class StateSwapper:
                 members = bucket.members(shared)
                 if self.device is not None and bucket.parameter_device.type == "cpu":
                     bucket.state.evict(members, search=False)
+                    bucket.widen(members)
                     for param in bucket.parameters:
                         move_to_host(optimizer.state.get(param))
                 else:
                     bucket.state.load(members)
+                    bucket.widen(members)
             self._buckets[optimizer] = []
 
     def report(self) -> StateReport:
@@ -355,6 +406,8 @@ class StateSwapper:
         buckets = [bucket for buckets in self._buckets.values() for bucket in buckets]
         sizes += [bucket.state.buffer.nbytes + bucket.offloaded_bytes for bucket in buckets]
         free = self.budget
+        if self._stored is not None:  # the float32 state of a bucket in its step
+            free -= 2 * max(sizes, default=0)
         if sum(sizes) > free:
             free -= _IN_TRANSFER * max(sizes)
         resident = set()
@@ -393,7 +446,7 @@ class StateSwapper:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         added = [param for param in params if id(param) not in known]
         if checks and added:
-            _check_parameters(optimizer, added)
+            _check_parameters(optimizer, added, is_stored=self._stored is not None)
             check_when_given(optimizer, self.device)
         limit = max(1, min(self.budget // _IN_TRANSFER, _BUCKET_BYTES))
         last: dict[torch.device, list[Tensor]] = {}
@@ -410,7 +463,11 @@ class StateSwapper:
         copies = self.device is not None
         # One assignment below: after an exception each parameter must be in exactly one bucket.
         buckets += [
-            _Bucket(optimizer, params, device, self._traffic, copies_parameters=copies)
+            _Bucket(
+                *(optimizer, params, device, self._traffic),
+                copies_parameters=copies,
+                stored=self._stored,
+            )
             for params, device in new
         ]
         self._buckets[optimizer] = buckets
@@ -423,7 +480,10 @@ class StateSwapper:
         """
         extra = 0 if self.device is None else offloaded_bytes(parameter)
         if kept := optimizer.state.get(parameter):
-            return extra + sum(tensor.nbytes for _, tensor in plain_tensors("", kept))
+            tensors = [tensor for _, tensor in plain_tensors("", kept)]
+            if self._stored is not None:
+                return extra + sum(self._stored.nbytes(parameter, tensor) for tensor in tensors)
+            return extra + sum(tensor.nbytes for tensor in tensors)
         return extra + max(parameter.nbytes, self._first[optimizer].nbytes(parameter))
 
 
@@ -471,7 +531,9 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
     return Counter([id(tensor) for kept in states for _, tensor in plain_tensors("", kept)])
 
 
-def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+def _check_parameters(
+    optimizer: Optimizer, parameters: Collection[Tensor], *, is_stored: bool
+) -> None:
     """Raises ValueError if the optimizer cannot step one of the parameters in a bucket."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -484,6 +546,11 @@ def _check_parameters(optimizer: Optimizer, parameters: Collection[Tensor]) -> N
             raise ValueError(
                 f"optimizer: {name} has the rows of an Embedding, whose state attach() offloads."
                 " Create a separate optimizer for the rows."
+            )
+        if is_stored and not is_plain_tensor(param):
+            raise NotImplementedError(
+                f"stored: {name} has a {type(param).__name__} as a parameter, but only the state of"
+                " plain tensors is stored in 16 bits. Omit stored=."
             )
         if is_offloaded(param):
             raise ValueError(

@@ -12,14 +12,14 @@ from speedtorch.ops.functions import round_rows
 from speedtorch.step.row_store import Fields
 from speedtorch.table.lazy_init import ShardSpec
 
-__all__ = ["Rounding", "RoundingMode", "StoredAs", "check_mode", "stored_dtypes"]
+__all__ = ["EXPONENT_BITS", "Rounding", "RoundingMode", "StoredAs", "check_mode", "stored_dtypes"]
 
 RoundingMode: TypeAlias = Literal["stochastic", "nearest"]
 """How numbers are rounded after each step."""
 StoredAs: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
 """The weight's dtype in the table, or a mapping from "weight" and state names to dtypes."""
 
-_EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
+EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 
 
 class Rounding:
@@ -79,7 +79,7 @@ class Rounding:
 
     def round(self, names: Iterable[str], ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Rounds the first `len(ids)` rows of all fields in place, in the order of the ids."""
-        bits = [_EXPONENT_BITS[self.stored[n]] if n in self.stored else 0 for n in names]
+        bits = [EXPONENT_BITS[self.stored[n]] if n in self.stored else 0 for n in names]
         round_rows(list(rows), self._whole(ids), self._key, bits, self._is_random)
 
     def _whole(self, ids: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
         return None
     dtypes: dict[str, Any] = dict(stored) if isinstance(stored, Mapping) else {"weight": stored}
     for name, dtype in dtypes.items():
-        if dtype not in _EXPONENT_BITS:
+        if dtype not in EXPONENT_BITS:
             raise ValueError(
                 f"stored: expected torch.bfloat16 or torch.float16 for {name!r}, got {dtype}"
             )

@@ -152,7 +152,11 @@ def test_the_table_of_state_swappers_has_each_way_that_can_be_measured(results: 
     ]
     facts = results[1]["state_swapper"]["extra"]
     assert "Left out: torchao, CPUOffloadOptimizer: " in "\n".join(lines)
-    digests = {told["digest of the weights"] for told in facts.values() if "pieces" in told}
+    digests = {
+        told["digest of the weights"]
+        for name, told in facts.items()
+        if "pieces" in told and "bfloat16" not in name
+    }
     assert digests == {facts["torch, all on the GPU"]["digest of the weights"]}
 
 
