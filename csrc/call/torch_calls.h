@@ -33,8 +33,8 @@ Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const Cur
 void copy(const char* op, const Tensor& from, const Tensor& to, bool wait);
 
 // Increments the tensor's version counter, as torch's in-place operations do. A backward pass that
-// needs the old contents then raises instead of computing wrong gradients. Throws for autograd
-// leaves that require grad, so call this before the write.
+// needs the old contents then raises instead of computing wrong gradients. Throws outside of
+// torch.no_grad() for leaves that require grad, so call this before the write.
 void mark_written(const char* op, const Tensor& tensor);
 
 }  // namespace speedtorch

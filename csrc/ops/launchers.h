@@ -466,7 +466,7 @@ struct HeldChanges {
   int64_t max_named;
 };
 
-// The list of held ids and its inputs.
+// Ids that the launch writes (`held_ids`, `saved_ids`), and their sources (`ids`, `evicted_ids`).
 struct HeldIds {
   const int64_t* ids;  // [max_named] of HeldChanges: ids of the rows named
   int64_t* held_ids;   // [size]; ascending, padded with kNoId

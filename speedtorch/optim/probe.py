@@ -287,7 +287,8 @@ class _Probe:
     def check_start(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if steps from the learnt state differ from first steps."""
         values = self._random_rows()
-        # torch's SGD omits dampening in its first step; attach() documents this difference.
+        # torch's SGD does not dampen the first gradient, but a step from zeros does. attach()
+        # documents this, so compare without dampening.
         settings, start = {**_PLAIN, "dampening": 0.0}, self._start(learnt)
         fresh = self._copy(values, settings)
         begun = self._copy(values, settings, {**learnt.scalar_state, **start})

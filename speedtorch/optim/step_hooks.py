@@ -1,7 +1,7 @@
 """Hooks that make an optimizer's own step function work on the step's rows.
 
 During the own step function, groups and state have the parameter with the step's rows instead of
-the weight. User hooks, closures and code around super().step() run with the weight.
+the weight. In user hooks, closures and code before or after super().step(), they have the weight.
 """
 
 from __future__ import annotations

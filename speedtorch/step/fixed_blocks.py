@@ -229,7 +229,8 @@ class FixedBlocks:
     def send(self, following: FixedSizeBatch | None, *, for_replay: bool = False) -> None:
         """Writes back outgoing rows and prefetches rows of the next batch.
 
-        `for_replay`: A CUDA graph is captured, whose next replay checks whether its batch matches.
+        `for_replay`: A CUDA graph captures this call. The graph's next replay uses the prefetched
+        rows only if its batch loads exactly these.
         """
         incoming = self._none_of(self._incoming_rows)
         if following is not None:

@@ -122,7 +122,10 @@ class PlannedSteps:
 
     @serialized
     def give_up(self) -> None:
-        """Discards announced ids, and the step's lookups unless they have a gradient."""
+        """Discards announced ids, and lets the next lookup begin a new step.
+
+        The current step continues if its rows have a gradient.
+        """
         self._held.announced.give_up()
         self._held.note_abandoned()
 

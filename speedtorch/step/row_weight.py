@@ -174,7 +174,7 @@ class RowWeight(Tensor):
         """Copies all rows to a dense tensor, or to a dense parameter if this is a parameter."""
         _refuse_share(self, "deepcopy")
         with as_plain(), torch.no_grad():
-            copied: Tensor = self._all().clone(memory_format=torch.contiguous_format)
+            copied: Tensor = self._elements().clone(memory_format=torch.contiguous_format)
             if getattr(self, "_is_param", False):
                 copied = nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
@@ -194,7 +194,7 @@ class RowWeight(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with as_plain():
             if self._path:
-                return repr(self._all())
+                return repr(self._elements())
             kind = "Parameter" if getattr(self, "_is_param", False) else "Tensor"
             shape, dtype, device = [*self.shape], self.dtype, self.device
             return (
@@ -202,8 +202,12 @@ class RowWeight(Tensor):
                 f" {device}, requires_grad={self.requires_grad}"
             )
 
-    def _all(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
-        """The elements in the table's memory, or in a copy if they must be contiguous."""
+    def _elements(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
+        """Returns the elements of this view, in the table's memory.
+
+        A copy is returned if rows must be contiguous, or are stored in another dtype than the
+        step's.
+        """
         memory = {} if memory is None else memory
         key = self._rows, self._field
         if self._count != self._rows.table.whole_rows:
@@ -421,7 +425,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
                     "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()"
                     " instead."
                 )
-        array = weight._all().detach().numpy()
+        array = weight._elements().detach().numpy()
         array.flags.writeable = False  # rows on the device would miss a write
         return array if name == "numpy" else array.__array__(*args[1:], **kwargs)
     if trains:
@@ -448,7 +452,7 @@ def _without_gradient(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     def on_host(leaf: Any) -> Any:
         """Returns the host memory of a weight's elements, and numbers of a GPU on the CPU."""
         if isinstance(leaf, RowWeight):
-            found.append((leaf, leaf._all(memory, is_compact=is_compact)))
+            found.append((leaf, leaf._elements(memory, is_compact=is_compact)))
             return found[-1][1]
         is_number = isinstance(leaf, Tensor) and leaf.is_cuda and not leaf.dim()
         return leaf.cpu() if isinstance(leaf, SparseRows) or is_number else leaf
@@ -532,7 +536,7 @@ def _again(
 
     def memory_of(leaf: Any) -> Any:
         """Returns the present memory of a weight's elements."""
-        return base if leaf is weight else leaf._all() if isinstance(leaf, RowWeight) else leaf
+        return base if leaf is weight else leaf._elements() if isinstance(leaf, RowWeight) else leaf
 
     own = partial(tree_map, memory_of)
     result: Tensor = tree_leaves(func(*own(args), **own(kwargs)))[place]
@@ -627,7 +631,7 @@ def dense(value: Tensor) -> Tensor:
     with as_plain(), torch.no_grad():
         if isinstance(value, RowWeight):
             _refuse_share(value, "clone")
-            return value._all().clone()
+            return value._elements().clone()
         return value.to_dense() if isinstance(value, SparseRows) else value
 
 
@@ -638,10 +642,10 @@ def _made_like(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
         like = torch.empty((0, *weight.shape[1:]), dtype=dtype, device=device)
         if name.startswith("new_"):
-            data = [leaf._all() if isinstance(leaf, RowWeight) else leaf for leaf in args[1:]]
+            data = [leaf._elements() if isinstance(leaf, RowWeight) else leaf for leaf in args[1:]]
             return func(like, *data, **kwargs)
         if weight._path or not weight.dim():
-            return func(weight._all(), *args[1:], **kwargs)
+            return func(weight._elements(), *args[1:], **kwargs)
         fill = (*args[1:], kwargs.get("fill_value"))[0] if name == "full_like" else LIKE_FILLS[name]
         made = SparseRows.filled(weight.shape[0], like, fill)  # type: ignore[arg-type]
         return made.requires_grad_(bool(kwargs.get("requires_grad")))
@@ -656,7 +660,7 @@ def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         _refuse_share(weight, func.__name__)
         with torch.no_grad(), as_plain():
             memory: _Memory = {}
-            own = weight._all(memory)
+            own = weight._elements(memory)
             versions = {key: version_of(base) for key, base in memory.items()}
             func(own, **numbers)
             _store(memory, versions)

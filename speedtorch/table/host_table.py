@@ -117,9 +117,10 @@ def _serialized(method: _Method) -> _Method:
 class HostTable:
     """A table of records, one per row. A record stores the weight and optimizer state of its row.
 
-    Each part of a record is a field. Fields of one dtype are adjacent, in the given order. With
-    different dtypes, fields with larger items come first. `table["weight"]` is a strided view of
-    all weights `[rows, *dim]`. `table.record` views all fields `[rows, columns]`.
+    Each part of a record is a field. Fields keep the given order, except that fields with
+    larger items come first. In a record of 128 bytes or more, fields whose size is a multiple of 16
+    bytes precede all others. `table["weight"]` is a strided view of all weights `[rows, *dim]`.
+    `table.record` views all fields `[rows, columns]`.
 
     Methods, `table["weight"]` and `table.record` first write back rows that a training step keeps
     on the GPU. Before you read a view that you kept, call `flush()` to write rows back and wait for
@@ -230,8 +231,8 @@ class HostTable:
 
         `source` is the path that save() was called with, or any file with rows: `*.npy`, or
         `*.safetensors` with the same number of rows in all tensors. The rows are read into new
-        memory. If the file has other tensors, such as a whole model's, `field` names the tensor
-        that becomes "weight".
+        memory. To open one tensor of a larger file, such as a model's checkpoint, name the tensor
+        in `field`. The table stores that tensor as "weight".
 
         With memory="mapped" the file is mapped read-only. All processes share its rows in the
         system's page cache. A GPU that can register the file reads the rows in place. Otherwise GPU
