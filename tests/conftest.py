@@ -307,7 +307,7 @@ def on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a cache change places before every exchange, for the smallest gain."""
+    """Rows change places as often as they can; see restless_caches.py."""
     make_restless(monkeypatch)
 
 

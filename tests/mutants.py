@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "rows that join a step make the others clean",
         "step/counted_memory.py",
-        "            moved=len(now.batches),\n",
-        "            moved=len(now.batches),\n            copy=Copy.CLEAN,\n",
+        "transfer=None, moved=len(now.batches) - 1\n",
+        "transfer=None, moved=len(now.batches) - 1, copy=Copy.CLEAN\n",
     ),
     Mutant(
         "a flush forgets that the step is over",
@@ -134,14 +134,29 @@ MUTANTS = [
     Mutant(
         "state of the rows that others join is lost",
         "step/counted_memory.py",
-        "merge_rows(held.view.rows_of(now), now.ids, load)",
-        "merge_rows([each * (k < 1) for k, each in enumerate(now.rows)], now.ids, load)",
+        "merge_rows(held.view.rows_of(now), now.ids, load)\n        held.store",
+        "merge_rows([each * (k < 1) for k, each in enumerate(now.rows)], now.ids, load)\n"
+        "        held.store",
     ),
     Mutant(
         "a gradient is lost while rows join",
         "step/counted_memory.py",
-        "gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),",
-        "gradient=None,",
+        "gradient = among_more(gradient, before, len(rows[0]))",
+        "gradient = None",
+    ),
+    Mutant(
+        "state of rows that many lookups append is lost",
+        "step/counted_memory.py",
+        "carry_rows(rows, places, joined.rows, order.add_(joined.first))",
+        "carry_rows(rows[:1], places, joined.rows[:1], order.add_(joined.first))",
+        "tests/step/test_many_lookups.py::test_rows_are_those_of_one_announcement",
+    ),
+    Mutant(
+        "appended rows are dropped if another step begins before a backward",
+        "step/exchange.py",
+        "            held.complete(ahead=False)",
+        "            pass",
+        "tests/step/test_many_lookups.py::test_what_a_loop_does_between_lookups_changes_no_result",
     ),
     # ---- exchange.py: batches that are planned ahead
     Mutant(
@@ -240,8 +255,8 @@ MUTANTS = [
     Mutant(
         "announced rows do not join a planned batch",
         "step/exchange.py",
-        "self.extend(parts, is_planned=True)\n            held.announced.forget()\n",
-        "pass\n            held.announced.forget()\n",
+        "self.extend(parts, is_planned=True, ordered=ordered)",
+        "pass",
     ),
     Mutant(
         "announced rows do not begin the step",

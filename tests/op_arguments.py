@@ -51,6 +51,7 @@ def op_arguments(
     arriving = [rows(COUNT, 6), numbers(COUNT, 2, seed=7).to(device)]
     places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
     moved = (leaving, up, places, arriving, load, load_places)
+    appended = torch.full((17,), -1), torch.tensor([2, 3, 7, 9] * 2), 4, torch.tensor([0, 3, 9])
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     sums, apart = block.double(), ids(0, 5, 5, ROWS - 5).view(2, 2)
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
@@ -58,6 +59,7 @@ def op_arguments(
     slots = torch.tensor([[0, 1]] + [[-1, 0]] * (ROWS - 1), dtype=torch.int32, device=device)
     word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
+        "append_ids": (ops.append_ids.default, appended),  # on the CPU alone
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
         "pinned_gather": (gather.default, (table, index)),
         "pinned_gather_detached": (ops.pinned_gather_detached.default, (table, index)),

@@ -442,6 +442,15 @@ among them, and new memory for each field. The rows of `held` are copied to that
 """
 
 
+append_ids: Callable[..., tuple[Tensor, Tensor]] = _ops.append_ids
+"""Finds ids in a list on the CPU and appends those that it lacks: `(table, held, count, ids)`.
+
+`held` begins with `count` unique ids and has space for `ids`. `table` is int64 `[2 ** k + 1]`: a
+hash table of `held`, at most half full, and the number of ids in it, initially -1. Returns the
+places of `ids` in `held`, and the appended ids.
+"""
+
+
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, source: Sequence[Tensor], source_places: Tensor
 ) -> None:
@@ -799,7 +808,7 @@ _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    *("count_batch", "resident_slots", "resident_write"),
+    *("count_batch", "append_ids", "resident_slots", "resident_write"),
 )
 
 

@@ -12,10 +12,14 @@ from speedtorch.ops.functions import carry_rows, merge_rows
 from speedtorch.plan.planned_batch import LoadedBatch, PlannedBatch
 from speedtorch.step.gradient_sums import among_more
 from speedtorch.step.held_rows import RowMemory
+from speedtorch.step.joined_rows import JoinedRows
 from speedtorch.step.row_store import Block
 from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Rows, Step
 
 __all__ = ["CountedMemory"]
+
+_MANY = 8
+"""With so many batches a step on the CPU appends new rows, and sorts all rows once."""
 
 
 class CountedMemory(RowMemory):
@@ -130,28 +134,71 @@ class CountedMemory(RowMemory):
         """See RowMemory.note_padding."""
         self._has_new_padding = True
 
-    def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+    def extended(self, parts: Sequence[Tensor], *, is_planned: bool, ordered: bool) -> Step:
         """See RowMemory.extended."""
         held = self.held
+        if not ordered and len(held.now.batches) >= _MANY and not held.on_gpu:
+            return self._joined(parts, is_planned=is_planned)
         batch = self.planned(parts, held.now.ids)
         if batch.new_row_count == 0:
             return held.now.with_batch(batch, is_planned=is_planned)
-        held.drop_prefetched()
-        now, load, outgoing = held.now, batch.incoming[0][: batch.new_row_count], None
-        if isinstance(now.transfer, PendingTransfer):
-            outgoing = now.transfer.outgoing
-        assert outgoing is None or isinstance(outgoing, Block)
+        outgoing = self._waiting()
+        now, load = held.now, batch.incoming[0][: batch.new_row_count]
         ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
         held.store.exchange(held.fields, outgoing, Block(rows, load, places))
-        gradient = held.view.parameter.grad if held.view.has_gradient() else None
-        return now.with_batch(batch, is_planned=is_planned)._replace(
-            ids=ids,
-            rows=rows,
-            places={},
-            transfer=None,
-            moved=len(now.batches),
-            gradient=None if gradient is None else among_more(gradient, before, len(rows[0])),
+        now = now.with_batch(batch, is_planned=is_planned)
+        return self._among_more(now, ids, before, rows)._replace(
+            transfer=None, moved=len(now.batches) - 1
         )
+
+    def _waiting(self) -> Block | None:
+        """Drops prefetched rows; returns rows whose write-back waited for a joining lookup."""
+        held, outgoing = self.held, None
+        held.drop_prefetched()
+        if isinstance(held.now.transfer, PendingTransfer):
+            outgoing = held.now.transfer.outgoing
+        assert outgoing is None or isinstance(outgoing, Block)
+        return outgoing
+
+    def _among_more(self, step: Step, ids: Tensor, before: Tensor, rows: Rows) -> Step:
+        """The step with more rows; `before` are the places of its own rows among them."""
+        view = self.held.view
+        gradient = view.parameter.grad if view.has_gradient() else None
+        if gradient is not None:
+            gradient = among_more(gradient, before, len(rows[0]))
+        return step._replace(ids=ids, rows=rows, places={}, gradient=gradient)
+
+    def _joined(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+        """The step with the rows of one more batch, which JoinedRows appends."""
+        held = self.held
+        batch = self.planned(parts)
+        batch.count()
+        outgoing, now = self._waiting(), held.now
+        joined = now.joined
+        if joined is None:
+            joined = JoinedRows.of(held.view.rows_of(now), now.ids, held.padding)
+        joined = joined.with_space(len(batch.loaded))
+        places, load = joined.append(batch.loaded)
+        moved, transfer = now.moved, now.transfer
+        if more := len(load):
+            rows = [field[joined.size : joined.size + more] for field in joined.rows]
+            held.store.exchange(held.fields, outgoing, Block(rows, load))
+            joined = joined._replace(size=joined.size + more)
+            moved, transfer = len(now.batches), None
+        now.places[len(now.batches)] = places
+        now = now.with_batch(batch, is_planned=is_planned)
+        return now._replace(joined=joined, moved=moved, transfer=transfer)
+
+    def ordered(self) -> Step:
+        """See RowMemory.ordered."""
+        held, now = self.held, self.held.now
+        joined = now.joined
+        assert joined is not None
+        load, order = joined.ids[joined.first : joined.size].sort()
+        ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
+        carry_rows(rows, places, joined.rows, order.add_(joined.first))
+        ordered = self._among_more(now, ids, before, rows)
+        return ordered._replace(joined=None, moved=len(now.batches))
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
         """See RowMemory.sent."""

@@ -111,21 +111,22 @@ class Exchange:
     # ---- lookups
 
     @in_timeline("speedtorch::lookup")
-    def hold(self, ids: Tensor) -> LookupPlaces:
+    def hold(self, ids: Tensor, *, ordered: bool = True) -> LookupPlaces:
         """Loads the rows of `ids` and returns their positions among the step's rows.
 
         The ids have any shape and are on the CPU or the GPU. Rows announced with them are loaded
-        too. The rows remain until the next step begins. Ids out of range raise IndexError before
-        the step's rows change.
+        too. The rows remain until the next step begins. Ids out of range raise IndexError, and
+        the step keeps its rows; with a capacity on a GPU, a later call raises the error. Unless
+        `ordered`, the positions may refer to JoinedRows.
         """
         held = self.held
         if held.process != os.getpid():  # is_of_fork, inlined for speed
             self.drop_inherited()
         try:
             if self.memory.takes_more:
-                found = self._look_up(ids)
+                found = self._look_up(ids, ordered)
             else:  # all ranks may have to look up together
-                found = self.memory.together(self._look_up, ids)
+                found = self.memory.together(self._look_up, ids, ordered)
         except BaseException:
             held.announced.note_end()
             raise
@@ -138,9 +139,11 @@ class Exchange:
             found = found._replace(has_moved=held.now.moved > 0)
         return found
 
-    def _look_up(self, ids: Tensor) -> LookupPlaces | None:
+    def _look_up(self, ids: Tensor, ordered: bool) -> LookupPlaces | None:
         """Loads the rows of a lookup; returns their places if the ids were planned or seen."""
         held, memory = self.held, self.memory
+        if ordered and held.now.joined is not None:
+            held.complete()
         is_over = self.before_rows([ids])
         named = announced = None
         if held.announced.latest is not None:
@@ -158,7 +161,7 @@ class Exchange:
         if announced is not None:
             parts = announced.parts
             if begun is not announced.batch and any(held.now.find(ids) is None for ids in parts):
-                self.extend(parts, is_planned=True)
+                self.extend(parts, is_planned=True, ordered=ordered)
             held.announced.forget()
         if is_over and begun is None:
             return None
@@ -168,7 +171,7 @@ class Exchange:
         else:
             found = held.now.find(ids)
         if found is None:
-            self.extend([ids])
+            self.extend([ids], ordered=ordered)
         elif held.now.planned:
             held.now.note_lookup(found, ids)
         return found
@@ -196,6 +199,8 @@ class Exchange:
         Returns the planned or announced batch, and the Announced that contains these ids.
         """
         held, memory = self.held, self.memory
+        if held.now.joined is not None:
+            held.complete(ahead=False)  # joined rows may be newer than in the table
         batch = None
         if self.steps.expected is not None and (planned := self.steps.take_expected()) is not None:
             batch = self._taken(planned, [ids])
@@ -215,13 +220,17 @@ class Exchange:
         held.complete(looks_up=True)
         return expected, announced
 
-    def extend(self, parts: Sequence[Tensor], *, is_planned: bool = False) -> None:
+    def extend(
+        self, parts: Sequence[Tensor], *, is_planned: bool = False, ordered: bool = True
+    ) -> None:
         """Adds the rows of more ids to the current step.
 
-        `is_planned`: Later lookups will name these ids.
+        `is_planned`: Later lookups will name these ids. `ordered`: see hold().
         """
-        self.held.take(self.memory.extended(parts, is_planned=is_planned))
-        self.held.complete()
+        if ordered and self.held.now.joined is not None:
+            self.held.complete()
+        self.held.take(self.memory.extended(parts, is_planned=is_planned, ordered=ordered))
+        self.held.complete(looks_up=not ordered)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """Returns the batch if `parts` are parts of it or name exactly its rows, else None."""

@@ -118,7 +118,7 @@ class FixedMemory(BlockMemory):
             captured=captured,
         )
 
-    def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+    def extended(self, parts: Sequence[Tensor], *, is_planned: bool, ordered: bool) -> Step:
         """Finds rows among the step's rows; raises RuntimeError if there are others."""
         held = self.held
         remedy = (

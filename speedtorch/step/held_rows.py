@@ -104,11 +104,15 @@ class RowMemory(ABC):
         return self.begun(batch, set(), is_planned=False, prefetches=False)
 
     @abstractmethod
-    def extended(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
+    def extended(self, parts: Sequence[Tensor], *, is_planned: bool, ordered: bool) -> Step:
         """Adds the rows of more ids to the current step.
 
-        `is_planned`: Later lookups will name these ids.
+        `is_planned`: Later lookups will name these ids. `ordered`: Not as JoinedRows.
         """
+
+    def ordered(self) -> Step:
+        """Returns the current step with its JoinedRows in the order of ids."""
+        raise NotImplementedError
 
     @abstractmethod
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
@@ -286,7 +290,8 @@ class HeldRows:
     def complete(self, *, ahead: bool = True, looks_up: bool = False) -> None:
         """Finishes the work of the current step.
 
-        `ahead`: Also prefetches the rows of the batch after it, if planned. `looks_up`: see due().
+        `ahead`: Also prefetches the rows of the batch after it, if planned. `looks_up`: see due();
+        JoinedRows remain.
         """
         view = self.view
         if view.shown is not None:
@@ -299,10 +304,13 @@ class HeldRows:
         if self.on_gpu:
             self.memory_stream.follow(self.memory.tensors)
         pending = now.transfer and due(now.transfer, ahead=ahead, looks_up=looks_up)
-        if view.rows is not now.rows or pending is not None:
+        is_unordered = now.joined is not None and not looks_up
+        if view.rows is not now.rows or pending is not None or is_unordered:
             if torch.is_inference_mode_enabled():  # inference tensors could not be trained later
                 with torch.inference_mode(False):
                     return self.complete(ahead=ahead, looks_up=looks_up)
+            if is_unordered:
+                self.now = now = self.memory.ordered()
             view.show(now)
             if pending is not None:
                 self._send(pending, ahead)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtorch.plan.fixed_size_batch import FixedSizeBatch
 from speedtorch.plan.planned_batch import PlannedBatch, SeenIds
+from speedtorch.step.joined_rows import JoinedRows
 from speedtorch.step.row_store import Block, Counted
 
 __all__ = [
@@ -84,6 +85,8 @@ class LookupPlaces(NamedTuple):
     """Index of the step's row for each id, in the shape of the ids."""
     has_moved: bool
     """Whether the rows may have had other positions at the batch's first lookup."""
+    joined: Tensor | None = None
+    """The rows, if they are JoinedRows; else they are the parameter's."""
 
 
 class KnownParts(dict[Hashable, list[tuple[int, int]]]):
@@ -137,6 +140,9 @@ class Step(NamedTuple):
     transfer: PendingTransfer | Prefetched | None = None
     captured: bool = False
     """Whether the step began in the capture of a CUDA graph, which runs nothing until replay."""
+    joined: JoinedRows | None = None
+    """All rows, if many lookups have loaded some of them. `ids` and `rows` then have only those of
+    the first lookups, and `places` are places in these rows."""
     stepped: bool = False
     """Whether an optimizer has stepped the rows: the next lookup begins another step."""
 
@@ -187,9 +193,9 @@ class Step(NamedTuple):
         if places is None and batch.ids is not self.ids:  # the step has rows of other batches, too
             assert isinstance(batch, PlannedBatch)
             places = self.places[number] = batch.places_among(self.ids)
-        return LookupPlaces(
-            batch, number, part, batch.parts.local(part, places), number < self.moved
-        )
+        positions = batch.parts.local(part, places)
+        joined = None if self.joined is None else self.joined.rows[0]
+        return LookupPlaces(batch, number, part, positions, number < self.moved, joined)
 
     def find(self, ids: Tensor) -> LookupPlaces | None:
         """The positions of the rows of ids if the ids are a known part of the step, else None."""

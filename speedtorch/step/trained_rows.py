@@ -192,7 +192,7 @@ class TrainedRows(WholeWeight):
         with self.lock:
             if self.table.claim.holder is not self:  # claim() tests this, too; most steps skip it
                 self.claim()
-            found = self.exchange.hold(ids)
+            found = self.exchange.hold(ids, ordered=False)
             looked_up: Tensor = _summed_lookup(self._weight(), found, bags, self)
             return looked_up
 
@@ -321,10 +321,11 @@ class _SummedLookup(torch.autograd.Function):
         ctx.owner, ctx.batch, ctx.part, ctx.bags = owner, found.batch, found.part, bags
         ctx.number = number = owner.exchange.held.now.number
         ctx.pending = owner.exchange.held.backwards.made(number)
+        rows = owner.parameter if found.joined is None else found.joined
         if bags is None:
-            return rows_at(owner.parameter, found.positions)
+            return rows_at(rows, found.positions)
         with without_autograd():
-            return bags.pool(owner.parameter, found.positions)
+            return bags.pool(rows, found.positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:

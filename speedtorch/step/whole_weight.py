@@ -189,7 +189,10 @@ class WholeWeight(ClaimedRows):
             view = self.parameter_view
             if view.shown is not None:
                 view.collect()
-            step = self.exchange.held.now
+            held = self.exchange.held
+            if held.now.joined is not None:
+                held.complete()
+            step = held.now
             if view.rows is not step.rows:
                 view.show(step)
             at, rows = None, step.rows[0].shape[0]

@@ -49,6 +49,7 @@ from speedtorch.optim.step_hooks import OptimizerStep
 from speedtorch.optim.step_state import StepState
 from speedtorch.step import cached_store, hot_rows
 from speedtorch.step.cached_store import CachedStore
+from speedtorch.step.counted_memory import CountedMemory
 from speedtorch.step.fixed_blocks import FixedBlocks
 from speedtorch.step.held_rows import HeldRows
 from speedtorch.step.hot_rows import HotRows
@@ -79,7 +80,10 @@ PLACES: list[Any] = [
     *(StepState.begin_step, StepState.end_step),
 ]
 """Functions that move rows, or that begin or end a step."""
-WHOLE: list[Any] = [HotRows._move, HotRows.write_back, HotRows._reload]
+WHOLE: list[Any] = [
+    *(HotRows._move, HotRows.write_back, HotRows._reload),
+    *(CountedMemory._joined, CountedMemory.ordered),
+]
 """Functions of which each line counts: they change a map of rows along with the rows."""
 
 
@@ -370,7 +374,8 @@ def usual(begin: int, device: str, *, tables: int = 1, ahead: bool = False) -> I
 
 def several_lookups(begin: int, device: str) -> Iterator[Call]:
     for batch in range(begin, len(ROUND)):
-        parts = [ids_of(batch, shift, device) for shift in (0, 3, 0)]
+        shifts = (0, 3, 0, 4, 8) if batch == 2 else (0, 3, 0)  # the last two append rows
+        parts = [ids_of(batch, shift, device) for shift in shifts]
         yield zero_grad(batch)
         if batch % 2:
             yield announce(batch, 0, *parts[:2])
