@@ -16,6 +16,8 @@ from benchmarks.sizes import SIZES
 ROWS, COLUMNS, IDS = 10_000, 8, 64
 FEATURES, FEATURE_ROWS = 26, 1000
 PADDING = 3
+LOOKUPS, LOOKUP_ROWS = (25, 300, 400), 1_000_000
+"""Numbers of lookups of new ids in a step, and the rows of their table."""
 TITLE = (
     f"a step of {IDS} ids of {ROWS:,} x {COLUMNS} rows on one CPU thread; of {FEATURES} features"
     f" of {FEATURE_ROWS:,} rows each"
@@ -62,6 +64,20 @@ def tables(name: str, padding: int | None) -> dict[str, Step]:
     return {"ours": step_of(ours, name, ours), "torch": step_of(theirs, name, theirs)}
 
 
+def lookups() -> dict[str, Step]:
+    """One table and many lookups a step, with sparse gradients in torch's module."""
+    ours = speedtorch.Embedding(LOOKUP_ROWS, COLUMNS, device="cpu")
+    theirs = nn.Embedding(LOOKUP_ROWS, COLUMNS, sparse=True)
+
+    def all_of(module: Any) -> Callable[[Any], Tensor]:
+        return lambda batch: torch.stack([module(ids) for ids in batch])
+
+    return {
+        "ours": step_of(ours, "SGD", all_of(ours)),
+        "torch": step_of(theirs, "SGD", all_of(theirs)),
+    }
+
+
 def features() -> dict[str, Step]:
     """A dict of features, one id for each of the samples."""
     config, names = speedtorch.EmbeddingBagConfig, [f"t{number}" for number in range(FEATURES)]
@@ -91,6 +107,10 @@ def measured() -> Measured:
             ("SGD, padding_idx", "SGD", PADDING),
         ):
             yield from in_turns(section, tables(name, padding), batches)
+        steps = lookups()
+        for count in LOOKUPS:
+            many = [torch.randint(LOOKUP_ROWS, (count, IDS)) for _ in range(15)]
+            yield from in_turns(f"SGD, {count} lookups", steps, many)
         named = [
             {f"t{k}": torch.randint(FEATURE_ROWS, (IDS,)) for k in range(FEATURES)}
             for _ in range(SIZES.calls)

@@ -161,6 +161,15 @@ def _host_time(result: Result) -> Iterator[Target]:
     for section, limit in _HOST_TIME.items():
         ratio = _ratio(result, section, "ours", "torch")
         yield _at_most(f"host time of a small step, {section}, time / torch's", ratio, limit)
+    if not _pick(result, "SGD, 400 lookups"):  # not in results before 30 November 2026
+        return
+    ratio = _ratio(result, "SGD, 300 lookups", "ours", "torch")
+    yield _at_most("host time of a step of 300 lookups, time / torch's", ratio, 4)
+    few, many = (
+        _pick(result, f"SGD, {count} lookups", kind="ours")[0]["median_ms"] / count
+        for count in (25, 400)
+    )
+    yield _at_most("a lookup of 400 in a step, time / one of 25", many / few, 1.3)
 
 
 # Zipf exponent, optimizer, and most ms of a step at once and with prefetch.
