@@ -230,7 +230,7 @@ class Exchange:
         if ordered and self.held.now.joined is not None:
             self.held.complete()
         self.held.take(self.memory.extended(parts, is_planned=is_planned, ordered=ordered))
-        self.held.complete(looks_up=not ordered)
+        self.held.complete(looks_up=self.held.now.joined is not None)
 
     def _taken(self, batch: Batch, parts: Sequence[Tensor]) -> Batch | None:
         """Returns the batch if `parts` are parts of it or name exactly its rows, else None."""
