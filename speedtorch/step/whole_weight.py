@@ -217,7 +217,9 @@ class WholeWeight(ClaimedRows):
             )
 
     def step_ids(self) -> Tensor:
-        """Ids of the step's rows, without the padding's, in the order of the rows on the device."""
+        """Ids of the step's rows, ascending, without the padding's."""
+        if self.exchange.held.now.joined is not None:  # the Step has only some of the rows
+            self.exchange.held.complete()
         ids = self.exchange.memory.step_ids()
         return ids if (shard_spec := self.table.shard_spec) is None else shard_spec.numbers(ids)
 
@@ -255,7 +257,9 @@ class WholeWeight(ClaimedRows):
                 with torch.inference_mode(False):  # else zero_() of the result could raise later
                     return self.weight_gradient()
             if gradient.is_sparse and self.table.shard_spec is None:
-                ids, shape = self.step_ids(), (self.table.whole_rows, *gradient.shape[1:])
+                # Not self.step_ids(), which would replace the gradient of joined rows.
+                ids = self.exchange.memory.step_ids()
+                shape = (self.table.whole_rows, *gradient.shape[1:])
                 (places,), values = sparse_indices(gradient), sparse_values(gradient)
                 is_coalesced = gradient.is_coalesced()
                 if is_coalesced and len(places) == len(gradient):  # all rows of the step in order

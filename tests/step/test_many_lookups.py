@@ -208,3 +208,11 @@ def test_a_step_of_many_lookups_merges_rows_a_few_times(monkeypatch: pytest.Monk
     module = module_of()
     trained(module, with_optimizer(module, 0))
     assert len(calls) <= 3 * (counted_memory._MANY + 1)
+
+
+def test_step_ids_contain_appended_rows() -> None:
+    module, ids = module_of(), lookups(0)
+    results = [module(part) for part in ids]
+    assert module.step_ids.tolist() == torch.cat(ids).unique().tolist()
+    torch.stack([result.sum() for result in results]).sum().backward()
+    assert module.weight.grad[module.step_ids].any(1).all()
