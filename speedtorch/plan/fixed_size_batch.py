@@ -48,7 +48,7 @@ class FixedSizeBatch:
     """The unique rows of a batch, in ascending order, for tensors of `capacity` rows.
 
     The host does not wait for the number of rows. The padding's row follows the `capacity` rows.
-    `following()` is the batch that was planned after this one.
+    `following()` is the batch that was planned after this one, or None.
 
     FixedBlocks calls set_ids() when it begins the step of the batch. Then `ids` are the ids of its
     `capacity` rows, in the same tensor for all batches, and `number` `[1]` is the number of rows in
@@ -101,7 +101,7 @@ class FixedSizeBatch:
         yield from self.parts.tensors()
 
     def count(self) -> None:
-        """Raises RuntimeError if the batch has too many unique rows on the CPU. Never waits."""
+        """Raises RuntimeError if rows are on the CPU and the batch has too many. Never waits."""
         if not self._is_counted and raises_at_once(self.device):
             # plan[0] are the unique ids. plan[4] is the status, whose entry 3 is their number.
             if (named := int(self.parts.plan[4][3])) > self.capacity:

@@ -38,7 +38,7 @@ _DISTINCT, _STATUS_FIELDS, _INCOMING, _OUTGOING = 3, 8, 10, 11
 
 _KEY_IDS = 256  # the maximum number of ids in a key
 
-_MANY_PARTS = 8  # alone() plans a part of less than this fraction of a batch's ids
+_MANY_PARTS = 8  # alone() plans a part again if the batch has more than so many times its ids
 
 ID_DTYPES = frozenset({torch.int64, torch.int32})
 
@@ -354,7 +354,7 @@ class PlannedBatch:
     """The unique rows of a batch in ascending order, which is their order in a step.
 
     The padding's row follows these rows, even if no id names the padding. `following()` is the
-    batch that was planned after this one.
+    batch that was planned after this one, or None.
 
     count() sets `held`, the number of unique rows without the padding's. It also sets `ids`
     `[held]`, the ascending ids, always in one tensor, and `loaded`, `ids` followed by the padding.
@@ -470,7 +470,7 @@ class PlannedBatch:
     def alone(self, part: int) -> tuple[PlannedBatch, int]:
         """Returns a batch and its part for summed(), whose time grows with the whole batch.
 
-        On the CPU this is a batch of only this part, if all parts have many more ids.
+        On the CPU this is a batch of only this part, if all parts together have many more ids.
         """
         parts, ids = self.parts, self.parts.values(part)
         if ids is None or self.device.type != "cpu" or parts.count <= _MANY_PARTS * ids.numel():

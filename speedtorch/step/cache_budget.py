@@ -57,10 +57,10 @@ class CachedRows(Protocol):
 
 
 class CacheBudget:
-    """Bytes that caches share: at least one row for each table, the rest as evenly as needed.
+    """Bytes that caches share equally, with at least one row for each table.
 
-    New optimizer state and new rows change the needs of tables; `share()` then divides the bytes
-    again. A cache that a CUDA graph uses keeps its size.
+    Bytes that a small table does not need go to others. After tables get new optimizer state or
+    rows, share() divides the bytes again. A cache that a CUDA graph uses keeps its size.
 
     Args:
         nbytes: The bytes of all caches together.

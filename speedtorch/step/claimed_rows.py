@@ -33,10 +33,10 @@ table still write the rows back. At interpreter exit nothing is written back.
 class ClaimedRows:
     """Claims a module's table for training, and writes the step's rows back to the table.
 
-    Only one object at a time has the claim of a table. If the parameter requires a gradient, the
-    constructor claims the table. An earlier module then loses the claim and raises RuntimeError at
-    its next use. A parameter that requires a gradient later needs claim(), which raises
-    RuntimeError if another living module has the claim.
+    Only one module at a time has the claim of a table. If the parameter requires a gradient and the
+    table is writable, the constructor claims the table. The module that had the claim before then
+    raises RuntimeError at its next use, until the new module is deleted. A parameter that requires
+    a gradient later needs claim(), which raises RuntimeError if another module has the claim.
 
     This class implements RowHolder of speedtorch/table/host_table.py. `view` shows the step's rows
     as the module's parameter. The other arguments are those of TrainedRows.
@@ -79,7 +79,7 @@ class ClaimedRows:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the weights of this rank's rows."""
+        """Shape `[rows, ...]` of the weights of this rank's rows."""
         return torch.Size((self.table.rows, *self.table.row_shape))
 
     @property
@@ -124,7 +124,7 @@ class ClaimedRows:
         return RowWeight.of(self, None, device=device)
 
     def rows_version(self) -> tuple[int, int]:
-        """A pair that differs after the step's rows may have changed or another step began."""
+        """A pair of numbers that changes if another step begins or the step's rows may change."""
         return self.exchange.held.now.number, version_of(self.parameter)
 
     @property

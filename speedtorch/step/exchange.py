@@ -58,7 +58,10 @@ class Exchange:
 
     @serialized
     def moving(self, move: Callable[[], object]) -> None:
-        """Writes all rows back and holds none, before and after `move` moves the parameter."""
+        """Writes all rows back and begins an empty step, before and after `move` runs.
+
+        `move` moves the parameter to another device.
+        """
         self.memory.refuse_if_captured("moving it")
         self.memory.raise_faults()
         for step in (lambda: None, move):
@@ -68,7 +71,7 @@ class Exchange:
 
     @serialized
     def end_for_resize(self) -> None:
-        """Writes all rows back and holds no row, so that the table can be resized.
+        """Writes all rows back and begins an empty step, so that the table can be resized.
 
         Raises RuntimeError, before it changes anything, if a step or a prefetching loop is open.
         """

@@ -1,7 +1,7 @@
 """FixedMemory: steps in blocks of a fixed size; the number of rows remains on the device.
 
 The host does not wait for the device, so a CUDA graph can capture a whole step. The device finds
-the faults of a batch: it then changes no row, and the next lookup raises the error.
+the faults of a batch: it then changes no row, and a later lookup raises the error.
 """
 
 from __future__ import annotations

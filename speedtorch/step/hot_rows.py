@@ -1,8 +1,8 @@
 """HotRows: a cache of a table's most used rows, in memory of the device that trains them.
 
-A row with a slot is current in its slot, and its copy in the table is older. Slots change owners
-only between two exchanges. The slot map is on the device, so an exchange that was planned, queued
-or captured earlier finds each row.
+A row with a slot is current in its slot, and its copy in the table may be older. The rows in slots
+change only between two exchanges. The slot map is on the device, so an exchange that was planned,
+queued or captured earlier finds each row.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CacheReport(NamedTuple):
     """Contents and hit rates of a cache of hot rows."""
 
     slots: int
-    """The number of rows that fit."""
+    """The maximum number of rows in the cache."""
     rows: int
     """The number of rows in slots now."""
     nbytes: int
@@ -99,7 +99,8 @@ class CacheReport(NamedTuple):
     map_nbytes: int
     """Bytes of the slot map on the device, which has an entry for every row of the table."""
     hit_rate: float | None
-    """The share of recent row loads that found a slot; None before the first refresh."""
+    """The share of recent row loads whose row had a slot at the last refresh. None before the first
+    refresh, and always with `cache_rows`, whose rows are never replaced."""
     hit_rate_of_half: float | None
     """The expected hit rate with half as many slots, from the counts of uses."""
     hit_rate_of_double: float | None
@@ -111,7 +112,7 @@ class CacheReport(NamedTuple):
     rows_moved: int
     """The number of rows that entered or left a slot, over all refreshes."""
     seconds: float
-    """Seconds of all refreshes."""
+    """Time of all refreshes on the device, in seconds."""
 
     def __str__(self) -> str:
         text = f"{self.rows:,} of {self.slots:,} slots have rows, {text_of(self.nbytes)}"

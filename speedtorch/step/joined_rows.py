@@ -15,7 +15,7 @@ __all__ = ["JoinedRows"]
 class JoinedRows(NamedTuple):
     """Rows that many lookups of a step have loaded on the CPU, in memory with space for more.
 
-    A lookup appends its new rows in a time that does not depend on the number of rows.
+    A lookup appends its new rows without a copy of the others, unless the memory is full.
     """
 
     rows: list[Tensor]

@@ -58,8 +58,8 @@ class Attached(NamedTuple):
 class ParameterView:
     """Sets the step's rows as memory of the parameter and the optimizer, and reads them back.
 
-    `parameter` uses the memory of the step's rows on their device. After an exception all
-    attributes can be set again from the Step; rows are read back only when all are set.
+    `parameter` uses the memory of the step's rows on their device. After an exception, show() can
+    set the rows, the state and the gradient again from the Step. `rows` is set last.
     `set_gradient` and `zeroed` are weak references to functions. The first sets the gradient of the
     weight. The second is called with a gradient of the rows that user code has filled with zeros.
     """

@@ -71,16 +71,16 @@ class PlannedSteps:
 
     @property
     def batches_over(self) -> int:
-        """The number of times that a batch has ended or may have been abandoned."""
+        """How often a batch of announced ids has ended, or may have been given up."""
         return self._held.announced.batches_over
 
     @serialized
     def plan_announced(self, parts: Sequence[Tensor]) -> Announced | None:
-        """Plans ids for announce(); returns None if the current step holds their rows.
+        """Plans ids for announce(); returns None if their rows join a step that has begun.
 
         After the end of a step this method does not wait, so that several tables can plan before
-        the first one counts its rows. Invalid ids raise IndexError, on a GPU at the next lookup.
-        After an exception nothing is announced.
+        the first one counts its rows. Invalid ids raise IndexError; if rows are on a GPU, a later
+        lookup raises it. After an exception, this call has announced nothing.
         """
         try:
             return self._held.memory.together(self._announce, parts)

@@ -23,7 +23,7 @@ EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5}
 
 
 class Rounding:
-    """Rounds the step's float32 rows, after each step, to numbers that 16 bits store.
+    """Rounds the step's float32 rows, after each step, to numbers that a 16-bit dtype can store.
 
     Random numbers are a function of a key (seed, step), the row id, the field and the column. A row
     therefore has the same random numbers on the CPU and a GPU, with and without a cache, in any

@@ -83,8 +83,7 @@ class RowStore:
 
     - `exchange` copies rows bitwise identically if stored and held dtype are equal. A row in both
       lists is copied from block to block; its stored copy may remain old until the row is written
-      back. A repeated call with the same rows has the same result, so that an interrupted call can
-      be repeated. A call that raises has changed nothing.
+      back. A call with the same rows can be repeated, after an interrupt or an error.
     - `read` and `write` see earlier writes of `exchange` on the current stream, and vice versa.
     - `write_back` writes cached rows to the table, whose copies are valid from then on. `settle`
       waits until the CPU sees all writes.
@@ -268,7 +267,8 @@ class RowStore:
 class StoreInSlots(RowStore):
     """A RowStore with slots for some rows, where each load is an exchange.
 
-    Rows are written back at once, because most are copied to slots and not over the link.
+    load_batch() cannot postpone the write-back: most rows are copied to slots and not over the
+    link.
     """
 
     can_wait = False

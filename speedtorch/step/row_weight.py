@@ -99,7 +99,7 @@ class RowWeight(Tensor):
     _count: int
     """The number of rows of the table when this tensor was made."""
     _is_compact = False
-    """Whether the views need contiguous rows, which host records do not have."""
+    """Whether the views need rows without gaps; host records have state between them."""
 
     @staticmethod
     def of(

@@ -2,7 +2,8 @@
 
 Examples are the gradient of an Embedding's weight and torch.zeros_like(weight). Operations return
 values equal to those of a dense tensor, or raise NotImplementedError; docs/differences.md lists
-exceptions. Pointwise operations compute with the rows that have memory. Others allocate all rows.
+exceptions. Pointwise operations, sums, norms and reads of single rows use only the rows that have
+memory. All others allocate all rows.
 """
 
 from __future__ import annotations
@@ -173,9 +174,8 @@ class RowContent:
 class SparseRows(Tensor):
     """A tensor `[N, ...]` whose elements equal one number, except for the rows with memory.
 
-    `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. See this module for
-    the results of operations. Operations that are not pointwise, such as indexed writes and views,
-    allocate all N rows on the device.
+    `torch.zeros_like(emb.weight)` and `emb.weight.grad` return such tensors. Indexed writes, views
+    and most other operations that are not pointwise allocate all N rows on the device.
     """
 
     content: RowContent

@@ -84,7 +84,7 @@ class LookupPlaces(NamedTuple):
     positions: Tensor
     """Index of the step's row for each id, in the shape of the ids."""
     has_moved: bool
-    """Whether the rows may have had other positions at the batch's first lookup."""
+    """Whether rows that joined the step may have changed these positions since the first lookup."""
     joined: Tensor | None = None
     """The rows, if they are JoinedRows; else they are the parameter's."""
 

@@ -94,7 +94,7 @@ class WholeWeight(ClaimedRows):
 
     @serialized
     def load_some(self, values: Tensor, first: int) -> None:
-        """Copies values `[n, ...]` to rows `first` to `first + n`."""
+        """Copies values `[n, ...]` to the n rows from `first` on."""
         with as_plain():
             self.fields.load("weight", values, first)
 
@@ -318,8 +318,9 @@ class WholeWeight(ClaimedRows):
     def set_gradient(self, value: Tensor | None) -> None:
         """Sets the gradient of the weight, `[N, ...]`, dense or sparse.
 
-        Rows with a gradient that are not on the device join the step. Raises RuntimeError for
-        another shape or dtype, and NotImplementedError if rows cannot join because of a capacity.
+        Rows with a gradient that are not in the step join it. Raises RuntimeError for another shape
+        or dtype. Raises NotImplementedError if rows cannot join because of a capacity, if the
+        padding row has a gradient, or if ranks share the rows.
         """
         with self.lock:
             if self.exchange.stepping.call is not None:
