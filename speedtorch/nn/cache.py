@@ -18,15 +18,15 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
 
     A cache does not change the results of a step. Cached rows do not cross the link (PCIe or
     NVLink-C2C). With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows
-    (docs/cache.md). If all ids are equally frequent, a cache saves its share of the rows.
+    (docs/cache.md). If all ids are equally frequent, a cache of a tenth serves a tenth.
 
     The cache selects the most frequently loaded rows between two steps (with speedtorch.graphed,
-    between two replays), after 4, 16, 64 and then every 64 exchanges. A row replaces another only
-    if the other was loaded significantly less often.
+    between two replays), before the 4th, the 16th and then every 64th exchange that writes rows
+    back. A row replaces another only if the other was loaded significantly less often.
 
-    The bytes are divided among the tables of the module. Each table gets at least one row, then an
-    equal part; bytes that a small table does not need go to others. attach() and resize() change
-    the needs of tables and divide the bytes again. A cache with a new number of slots starts empty.
+    The bytes are divided equally among the tables of the module, with at least one row for each
+    table. Bytes that a small table does not need go to others. attach() and resize() divide the
+    bytes again. A cache with a new number of rows starts empty.
     Each row of a table takes 8 more bytes of device memory. A selection takes about 24 bytes for
     each row and 64 MiB while rows are exchanged. Calls that read or write a table (flush, save,
     state_dict, emb.table) first write the cached rows back to host memory. The next step loads them
@@ -41,6 +41,7 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
             or `module` contains no such module. At the first step: the GPU cannot read the table's
             memory in place.
         RuntimeError: A CUDA graph uses the rows; nothing has changed.
+        NotImplementedError: A table has `resident` rows of a file; nothing has changed.
 
     Example:
         >>> import torch, speedtorch

@@ -26,22 +26,23 @@ class Embedding(RowModule, nn.Embedding):
     not change, and all rows share one step count.
 
     The device holds each row of a step once, from its first lookup until the first lookup after
-    optimizer.step(). This lookup drops the rows together with any remaining gradient. Without an
-    optimizer.step(), the next lookup drops rows without a gradient, such as after zero_grad(), and
-    without a backward that can still run.
+    optimizer.step(). This lookup begins a new step: rows that it does not name are written back to
+    the table, and a remaining gradient is dropped. Without an optimizer.step(), a lookup begins a
+    new step if the rows have no gradient, such as after zero_grad(), and no backward can still run.
 
-    A backward can run while the lookup's result is alive in Python or in a graph. (A backward that
-    fails on the CPU keeps its graph alive inside torch.) After a zero_grad(), a lookup begins a new
-    step even if an old backward can still run; with a capacity, only a lookup of other ids does. If
-    the old backward runs before the next optimizer.step(), its rows join the new step. Later, or
-    with a capacity, the old backward raises RuntimeError.
+    A backward can still run while the lookup's result is alive in Python or in a graph. (A backward
+    that fails on the CPU keeps its graph alive inside torch.) After a zero_grad(), a lookup begins
+    a new step even if an old backward can still run; with a capacity, only a lookup of other ids
+    does. If the old backward runs before the next optimizer.step(), its rows join the new step.
+    Later, or with a capacity, the old backward raises RuntimeError.
 
     The weight is a parameter of all rows without memory of its own. Each operation on it returns
     the result of a plain parameter, or raises NotImplementedError with the remedy;
     docs/embedding.md lists both kinds. weight[ids] is a lookup. Functions of all rows run in host
     memory, and a backward through their results raises. torch.nn.init and in-place methods change
-    all rows; an untouched table applies them at first use. weight.grad is also [num_embeddings,
-    embedding_dim], and zero except for the rows of step_ids. The weight keeps the table alive.
+    all rows; most of them run at the first use of rows if there was none yet. weight.grad is also
+    [num_embeddings, embedding_dim], and zero except for the rows of step_ids. The weight keeps the
+    table alive.
 
     The table allocates memory at first use. After an exception in training (out of memory, Ctrl-C)
     every row is as before the step or as after the step, and training can continue.
@@ -58,7 +59,8 @@ class Embedding(RowModule, nn.Embedding):
         dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
-            any number is allowed and each step waits for the number. For several ranks, see shard.
+            any number is allowed, and the host waits for this number in each step. For several
+            ranks, see shard.
         cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
             speedtorch.cache. By default there is no cache.
         cache_rows: Ids of the cached rows, the most important first. By default the cache selects
@@ -66,8 +68,8 @@ class Embedding(RowModule, nn.Embedding):
         stored: torch.bfloat16 or torch.float16, the dtype of the weights in the table. Steps train
             them as float32. A mapping also names optimizer state, such as {"weight":
             torch.bfloat16, "exp_avg": torch.bfloat16}.
-        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic" with random
-            numbers that depend only on the row and the step, not on the row's place.
+        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic". Random
+            numbers depend only on a seed, the step count and the element of the table.
 
     Attributes:
         weight: The parameter of all rows, `[num_embeddings, embedding_dim]`.
@@ -118,15 +120,16 @@ class Embedding(RowModule, nn.Embedding):
         """Looks rows up.
 
         Args:
-            input: int32 or int64 ids of any shape, on either device.
+            input: int32 or int64 ids of any shape, on the CPU or a GPU.
 
         Returns:
             `[*input.shape, embedding_dim]` on the module's device.
 
         Raises:
             TypeError: input is not a tensor, or the module was converted to another dtype.
-            RuntimeError: input is neither int32 nor int64, or the weight was replaced.
-            IndexError: An id is out of range.
+            RuntimeError: input is neither int32 nor int64, the weight was replaced, or another
+                module has begun to train the rows of the same HostTable.
+            IndexError: An id is out of range. If rows are on a GPU, a later call may raise instead.
             NotImplementedError: In torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.
         """
@@ -167,9 +170,11 @@ class Embedding(RowModule, nn.Embedding):
 
         `embeddings` is a tensor `[rows, columns]`, which is copied, or a HostTable, which is used
         without a copy. The path of a saved table (`*.safetensors`, `*.npy`) is read without a
-        second copy. With `freeze` the rows are not trained. Other arguments are as for Embedding.
+        second copy. With `freeze` the rows are not trained. `device` is by default the device of
+        a tensor `embeddings`. Other arguments are as for Embedding.
 
         Raises:
+            TypeError: `embeddings` is neither a tensor, a HostTable nor a path.
             ValueError: The rows do not have two dimensions, are sparse or quantized, or the file is
                 broken.
             MemoryError: See Embedding.

@@ -22,8 +22,8 @@ BagMode: TypeAlias = Literal["sum", "mean", "max"]
 class EmbeddingBag(RowModule, nn.EmbeddingBag):
     """torch.nn.EmbeddingBag with its rows and their optimizer state in host memory.
 
-    In every other respect, EmbeddingBag behaves like Embedding. On a GPU, torch's gradient of
-    mode="max" differs from run to run.
+    Except for the reduction, EmbeddingBag behaves like Embedding. On a GPU, torch's gradient of
+    mode="max" can differ from run to run.
 
     Args:
         num_embeddings: Number of rows.
@@ -39,7 +39,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
-            any number is allowed and each step waits for the number. For several ranks, see shard.
+            any number is allowed, and the host waits for this number in each step. For several
+            ranks, see shard.
         cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
             speedtorch.cache. By default there is no cache.
         cache_rows: Ids of the cached rows, the most important first. By default the cache selects
@@ -47,8 +48,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         stored: torch.bfloat16 or torch.float16, the dtype of the weights in the table. Steps train
             them as float32. A mapping also names optimizer state, such as {"weight":
             torch.bfloat16, "exp_avg": torch.bfloat16}.
-        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic" with random
-            numbers that depend only on the row and the step, not on the row's place.
+        rounding: How a step's rows are rounded to 16 bits: "nearest", or "stochastic". Random
+            numbers depend only on a seed, the step count and the element of the table.
 
     Raises:
         MemoryError, NotImplementedError: See Embedding.
@@ -105,10 +106,11 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         """Looks up bags of rows and reduces each bag to one row.
 
         Args:
-            input: int32 or int64 ids, `[ids]` with offsets, or `[bags, ids]`, on either device.
+            input: int32 or int64 ids, `[ids]` with offsets, or `[bags, ids]`, on the CPU or a GPU.
             offsets: The first position of each bag, `[bags]` integers (`[bags + 1]` with
                 include_last_offset).
-            per_sample_weights: A factor for each id, only with mode="sum".
+            per_sample_weights: A factor for each id, in the shape of `input` and the dtype of the
+                rows; only with mode="sum".
 
         Returns:
             `[bags, embedding_dim]` on the module's device.
@@ -116,9 +118,10 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         Raises:
             TypeError: input, offsets or per_sample_weights is not a tensor, or as for Embedding.
             ValueError: Shapes do not match, or offsets are missing; no row was copied.
-            RuntimeError: Dtypes or values of offsets are wrong; no row was copied.
-            NotImplementedError: per_sample_weights with another mode, or as for Embedding.
-            IndexError: An id is out of range.
+            RuntimeError: A dtype is wrong, or offsets on the CPU are; no row was copied. (Offsets
+                on a GPU are not checked.) Or as for Embedding.
+            NotImplementedError: per_sample_weights without mode="sum", or as for Embedding.
+            IndexError: As for Embedding.
         """
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input, offsets, per_sample_weights)

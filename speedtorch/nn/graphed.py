@@ -58,10 +58,11 @@ class GraphedStep(ABC):
         Args:
             *batch: Arguments in the format of the example.
             next_ids: Ids of the next batch in the format of graphed(next_ids=...). Their rows are
-                prefetched during this step. A different next batch computes the same numbers.
+                prefetched during this step. If the next batch has other ids, its results do not
+                change.
 
         Returns:
-            The step's result, detached from autograd. Every replay writes to the same tensors.
+            The step's result. Every replay writes to the same tensors, detached from autograd.
 
         Raises:
             IndexError: An earlier batch had an id out of range; this batch was not trained.
@@ -268,28 +269,30 @@ def graphed(
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
     The GPU decides which rows the exchange copies, so a replay never waits for the host. A call
-    costs one launch. Warm-up and capture change no row, parameter, state or random number.
+    copies the batch to the graph's inputs and launches the graph once. Warm-up and capture change
+    no row, parameter, optimizer state or random generator.
 
-    If rows are on the CPU, nothing is captured and each call runs the step itself. The requirements
-    of a capture do not apply then: a capturable optimizer, a fitting example, and tables that do
-    not move. Each call returns new tensors, and the step receives the caller's tensors.
+    If rows are on the CPU, nothing is captured and each call runs the step itself. The optimizer
+    need not be capturable, the example need not fit, and a TrainingState may sleep between calls.
+    A numeric hyperparameter that changes raises there, too. Each call returns new tensors, and the
+    step receives the caller's tensors.
 
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
             with copies of `example` on the GPU, which must contain the ids of the lookups.
         *example: Tensors, or lists, tuples and dicts of tensors, with the shapes of a batch.
-        modules: The trained modules. Every Embedding, EmbeddingBag or collection has a capacity,
-            and its optimizer is attached.
-        optimizers: Capturable optimizers (`capturable=True`, for Adam and similar optimizers also
-            `fused=True`) or SGD.
-        next_ids: Example ids in the format of prefetch's `ids`, to prefetch a batch's rows during
-            the previous step. By default each step loads its own rows.
+        modules: The trained modules. Every Embedding, EmbeddingBag or collection must have a
+            capacity, and its optimizer must be attached if it has state.
+        optimizers: SGD, or optimizers with `capturable=True`. With `fused=True` a batch with bad
+            ids changes no parameter of other layers either.
+        next_ids: Example ids in the format that prefetch's `ids` returns, to prefetch a batch's
+            rows during the previous step. By default each step loads its own rows.
 
     Returns:
         A GraphedStep. Call `step(*batch)`, or `step(*batch, next_ids=...)` with the next batch's
         ids. Batches of other shapes are trained without the graph, and eager steps between replays
-        are allowed. flush, state_dict and evaluation see all rows. While a graph is alive, attach,
-        detach, `.to` and closing the table raise RuntimeError.
+        are allowed. flush, state_dict and evaluation see the current rows. While a graph is alive,
+        attach, detach, resize, cache, `.to` and closing the table raise RuntimeError.
 
     Raises:
         TypeError: The step is not a function, or modules or optimizers have a wrong type.

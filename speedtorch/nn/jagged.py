@@ -48,9 +48,10 @@ class Jagged(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Features that read() converts to Jagged, and the tensors of their ids."""
+    """Features that read() converts to Jagged."""
 
     tensors: list[Tensor]
+    """The ids and offsets."""
     form: Hashable
     """The roles of the tensors: sources with equal form and equal tensors have the same ids."""
     samples: int
@@ -59,7 +60,11 @@ class Source(NamedTuple):
     """The bag size of each tensor, if every tensor has bags of one size."""
 
     def read(self, device: torch.device) -> Jagged:
-        """Concatenates the bags on a device without waiting for the device."""
+        """Concatenates the bags on a device.
+
+        Waits for a GPU only if a keyed tensor on it has other features, or another order, than
+        wanted.
+        """
         parts, sizes = self.tensors, self.sizes
         if sizes is None or (device.type != "cpu" and len({*sizes}) > 1):
             return _joined(self.parts(), self.samples, device)
@@ -193,7 +198,9 @@ def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
 def _of_value(name: str, value: Any, weighted: bool) -> _Bags:
     given = value if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(given) <= 3:
-        raise ValueError(f"{name}: expected (ids, offsets) or (ids, offsets, weights)")
+        raise ValueError(
+            f"{name}: expected (ids, offsets) or (ids, offsets, weights), got {len(given)} values"
+        )
     ids, offsets, weights = (*given, None, None)[:3]
     _check_ids(name, ids, 2 if offsets is None else 1)
     _check_weights(name, ids, weights, weighted)
@@ -220,7 +227,7 @@ def _check_weights(name: str, ids: Tensor, weights: object, weighted: bool) -> N
 
 
 def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) -> None:
-    """Checks offsets on the CPU. On a GPU they are not read; ids outside all bags are ignored."""
+    """Checks offsets on the CPU. On a GPU they are not read, and wrong offsets raise no error."""
     check_ids(f"{name}: offsets", offsets)
     assert isinstance(offsets, Tensor)
     if offsets.dim() != 1 or len(offsets) == 0:
@@ -373,7 +380,7 @@ class JaggedRows:
         return JaggedRows(GroupRows(rows, jagged, 1, has_ids=has_ids), 0)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the tensors' memory until the work queued so far on `stream` is done."""
+        """Calls Tensor.record_stream for all tensors: `stream` uses them."""
         group = self._group
         for tensor in (group.rows, group.jagged.offsets, group.ids):
             if tensor is not None:
@@ -428,9 +435,10 @@ class JaggedRows:
 
 
 class RowsByFeature(dict[str, JaggedRows]):
-    """The result of an EmbeddingCollection: the rows of each feature. `rows` has them by group."""
+    """The result of an EmbeddingCollection: the rows of each feature."""
 
     def __init__(self, features: Mapping[str, JaggedRows], rows: Sequence[Tensor] = ()) -> None:
+        """`rows` has one tensor for each group of tables, with the rows of its features."""
         super().__init__(features)
         self._rows = rows
 
@@ -497,7 +505,7 @@ class KeyedFeatures:
         return KeyedFeatures({key: (0, first, n) for key, first, n in spans}, [moved])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keeps the result's memory until the work queued so far on `stream` is done."""
+        """Calls Tensor.record_stream for the result: `stream` uses it."""
         for tensor in (*self._parts, self.values()):
             tensor.record_stream(stream)
 

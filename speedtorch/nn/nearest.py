@@ -32,9 +32,9 @@ def nearest_neighbors(
 
     Rows are read in blocks by `emb.blocks(rows)` and compared in float32 on the queries' device.
     The result is torch.topk of the scores of the whole table: largest scores first, and lower ids
-    first for equal scores. NaN counts as the largest score. A row that equals a query is among its
-    own neighbors. The last bit of a score depends on the shape of the matrix product, and therefore
-    on `rows`.
+    first for equal scores. NaN counts as the largest score. A row that equals a query is not
+    excluded. The last bit of a score depends on the shape of the matrix product, and therefore on
+    `rows`.
 
     Args:
         emb: An Embedding or EmbeddingBag, or a table of a collection.

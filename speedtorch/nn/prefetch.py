@@ -224,8 +224,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     loop may follow. Iterate and train on one stream.
 
     Modules with equal columns, dtype and state share one batch plan and one exchange, at the first
-    lookup of a batch in any of them. Modules with a padding row, a capacity or frozen rows are
-    excluded.
+    lookup of a batch in any of them. Excluded are modules with a padding row, a capacity, a cache
+    or frozen rows, and tables that are sharded or in a file, or that track changes.
 
     Planning ahead takes host time. If the GPU waits for the host, the loop measures steps without
     planning and continues with the faster way. Ranks of one machine that share rows decide this
@@ -253,8 +253,10 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
         An iterable of the loader's batches with the loader's len(). Each loop over it is an epoch.
 
     Raises:
-        TypeError: `ids` is not a function of a batch, or its result has a wrong type.
-        ValueError: The model has no Embedding or EmbeddingBag, or `ids` names none of its modules.
+        TypeError: `ids` is not a function of a batch, or `model` is not a module. In the loop: the
+            result of `ids` has a wrong type.
+        ValueError: The model has no Embedding or EmbeddingBag. In the loop: the result of `ids`
+            names a module that is not in the model, or none although the model has several.
 
     Example:
         >>> import torch, speedtorch

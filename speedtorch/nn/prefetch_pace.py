@@ -67,8 +67,8 @@ class MeasuredPace:
     Planning ahead hides transfers over the link behind the GPU's other work, but costs host time. A
     loop that plans tries the other way only if the GPU is idle in most steps, at the time when the
     loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
-    trial succeeds if the host's median time per step falls. After a failed trial, the wait until
-    the next trial doubles.
+    trial succeeds if the host's median time per step falls by more than 2 %. After a failed trial,
+    the wait until the next trial doubles, up to 4,096 steps.
 
     The loop queries the GPU after it has planned the next batch. Before, the GPU would always be
     busy with the last kernels of the step, even if the host is slower than the GPU.

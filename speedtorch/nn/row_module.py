@@ -84,7 +84,7 @@ class Steps(Protocol):
         """Sets the planned batch that the next step may use."""
 
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
-        """Raises IndexError for ids out of range, if rows are on the CPU."""
+        """Raises IndexError for ids out of range, if the ids and the rows are on the CPU."""
 
     def end_loop(self, loop: object) -> None:
         """Ends planning ahead for a loop."""
@@ -131,7 +131,7 @@ class Lookups(Protocol):
 
 
 class RowModule(nn.Module):
-    """Loads and writes back rows; the base class of Embedding and EmbeddingBag.
+    """Loads and writes back rows; the base class of Embedding, EmbeddingBag and TableGroup.
 
     `settings` are lookup options, which become attributes. Other arguments are as for Embedding.
     """
@@ -142,7 +142,8 @@ class RowModule(nn.Module):
     rounding: RoundingMode
     rounding_state: Tensor
     _requested_dtype: torch.dtype | None = None
-    """The dtype that a caller converted the module to, which the table does not take."""
+    """The dtype to which a caller converted the module; the table's dtype does not change. None
+    if both dtypes are equal."""
 
     @torch.inference_mode(False)  # inference tensors could never be written to later
     def __init__(
@@ -245,9 +246,10 @@ class RowModule(nn.Module):
     ) -> None:
         """Keeps one shard of the rows. `lookups` returns the object that looks up all rows.
 
-        `lookups` receives the shard's rows and the position of the padding row, or None. With a
-        capacity, blocks have places without a row, and a missing padding row has the position after
-        the last row. Raises RuntimeError if the rows have been used; nothing has changed then.
+        `lookups` receives the shard's rows and the id of the padding row in the shard. If the shard
+        does not contain this row, the id is None, or with a capacity the number of the shard's
+        rows. Raises RuntimeError if the rows have been used, and ValueError if `cache_rows` was
+        passed. Nothing has changed then.
         """
         if self._cache_rows is not None:
             raise ValueError(
@@ -308,8 +310,8 @@ class RowModule(nn.Module):
     def table(self) -> HostTable:
         """The HostTable with all rows and their state.
 
-        Methods of the table first write rows on the GPU back. If the table is closed, lookups raise
-        ValueError.
+        The table's methods that read or write rows first write rows on the GPU back. If the table
+        is closed, lookups raise ValueError.
         """
         return self.trained_rows.table.host_table
 
@@ -330,7 +332,9 @@ class RowModule(nn.Module):
             The module.
 
         Raises:
-            ValueError: num_embeddings is less than before, or `rows` has a wrong shape.
+            TypeError: num_embeddings is not an int, or `rows` is not a tensor.
+            ValueError: num_embeddings is less than before, `rows` has a wrong shape, or the bytes
+                of a cache are too few.
             RuntimeError: A step or a loop of prefetch is running, a CUDA graph uses the rows, or
                 the table was opened with optimizer state that is not attached.
             NotImplementedError: Ranks share the rows, or the caller provided the table, or it is in
@@ -413,7 +417,7 @@ class RowModule(nn.Module):
         self._cache, self._cache_rows = budget, None
 
     def report(self) -> CacheReport:
-        """Returns the size and the savings of the cache. The call waits for the device.
+        """Returns the size and the hit rates of the cache. The call waits for the device.
 
         Raises:
             ValueError: There is no cache, or no step has loaded rows yet.
@@ -429,7 +433,10 @@ class RowModule(nn.Module):
 
     @property
     def capacity(self) -> int | None:
-        """The maximum of unique rows in a step; less than `capacity=` if the table is smaller."""
+        """The maximum of unique rows in a step; less than `capacity=` if the table is smaller.
+
+        None without `capacity=`.
+        """
         return self.trained_rows.exchange.memory.capacity
 
     @property
@@ -476,7 +483,8 @@ class RowModule(nn.Module):
             **kwargs: Passed to `function`.
 
         Raises:
-            TypeError, ValueError: See `HostTable.init_`. Raised at once or at first use.
+            TypeError, ValueError, NotImplementedError: See `HostTable.init_`. A generator raises
+                at once; other errors may be raised at first use.
 
         Example:
             >>> import speedtorch
@@ -500,8 +508,8 @@ class RowModule(nn.Module):
     def announce(self, *ids: Tensor) -> None:
         """Makes the first lookup of a step load the rows of all lookups of the step.
 
-        A step of several lookups then has one exchange. Without announce(), each lookup that loads
-        new rows also copies the step's rows. With several Embeddings, announce to all of them
+        A step of several lookups then has one exchange. Without announce(), a lookup that loads new
+        rows may also copy all rows of the step. With several Embeddings, announce to all of them
         before the first lookup, so that all ids are planned before the host waits. The call does
         nothing if lookups do not train (no_grad, frozen rows).
 
@@ -512,8 +520,8 @@ class RowModule(nn.Module):
         - If the step looks up none of them, their rows do not change. The optimizer's step and
           load_state_dict() end the announcement; zero_grad() before the lookups does not.
         - Several calls announce ids of one step, looked up in the order of the calls. If a later
-          call's tensors are looked up first, the earlier calls are discarded, as after an
-          exception.
+          call's tensors are looked up first, the earlier calls are discarded. Ids that remain from
+          a step that raised an exception are discarded in this way.
 
         Ids on the CPU are recognized by their values, ids on a GPU only as the same unchanged
         tensor. If a step looks up another tensor instead (a slice, a view, a copy on another
@@ -526,7 +534,8 @@ class RowModule(nn.Module):
         Raises:
             TypeError: Ids are not integer tensors, or as for a lookup.
             IndexError: An id is out of range. If rows are on a GPU, the next lookup raises.
-            RuntimeError: The ids name more rows than the capacity; nothing is announced then.
+            RuntimeError: The ids name more rows than the capacity; nothing is announced then. If
+                rows are on a GPU, a later lookup raises.
 
         Example:
             >>> import torch, speedtorch
@@ -585,8 +594,9 @@ class RowModule(nn.Module):
             rows: The maximum of rows in a block.
 
         Returns:
-            An iterator over (id of the first row, rows `[n, embedding_dim]` on the CPU in the
-            table's dtype), in the order of the ids. The last block may have fewer rows.
+            An iterator over (id of the first row, rows `[n, embedding_dim]` on the CPU), in the
+            order of the ids. Rows have the dtype of `weight`, which is float32 with `stored=`. The
+            last block may have fewer rows.
 
         Raises:
             TypeError, ValueError: `rows` is not an int, or less than 1.
@@ -606,11 +616,11 @@ class RowModule(nn.Module):
 
     @property
     def step_ids(self) -> Tensor:
-        """The ids of the step's rows `[n]`, int64, on the device, without the padding id.
+        """The ascending ids of the step's rows `[n]`, int64, on the device, without the padding id.
 
-        Lookups since the last step named these rows, and the next `optimizer.step()` changes them.
-        With a capacity, the call waits for the GPU. If ranks share the rows, only ids of this
-        rank's shard are returned.
+        `optimizer.step()` changes these rows. The ids remain until the next lookup. With a
+        capacity, the call waits for the GPU. If ranks share the rows, only ids of this rank's shard
+        are returned.
 
         Example:
             >>> import torch, speedtorch
@@ -626,7 +636,7 @@ class RowModule(nn.Module):
         """Returns all rows as a NumPy array `[num_embeddings, embedding_dim]`, a view of the table.
 
         Rows on the GPU are written back first. flush() updates the view with changes of later
-        steps. attach() may move the rows to other memory: attach first, or call numpy() again.
+        steps. attach() and resize() may move the rows to other memory: call numpy() again then.
 
         Raises:
             RuntimeError: Ranks share the rows, or another module trains the rows now.
@@ -654,17 +664,21 @@ class RowModule(nn.Module):
             )
 
     def flush(self) -> None:
-        """Writes rows on the GPU back, for code that keeps a view; emb.table does so itself.
+        """Writes rows on the GPU back, for code that keeps a view. Methods of emb.table do so, too.
 
         Raises:
             IndexError: The GPU found an id out of range.
+            RuntimeError: Another module trains the rows now.
         """
         self.trained_rows.flush()
 
     # ---- Lookups; callers run all of these within as_plain()
 
     def _check_lookup(self, ids: object) -> bool:
-        """Raises a lookup's errors before any row is copied; returns whether the lookup trains."""
+        """Checks all but the values of the ids before any row is copied.
+
+        Returns whether the lookup trains.
+        """
         if is_tracing() or torch.compiler.is_exporting():
             self.__prepare_scriptable__()
         trains = torch.is_grad_enabled() and self.trained_rows.parameter.requires_grad

@@ -270,8 +270,9 @@ class _Member(NamedTuple):
 class TableWeight(Tensor):
     """The rows of a table that shares its group. A TableWeight is not a parameter.
 
-    Reading the shape or dtype takes no memory. Every other torch function works on the table's
-    memory, with the rows that are current at the call.
+    Functions that need a parameter, such as `grad`, raise RuntimeError. Reading the shape or dtype
+    takes no memory. Every other torch function works on the table's memory, with the rows that are
+    current at the call.
     """
 
     _member: _Member

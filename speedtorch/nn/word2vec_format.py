@@ -54,8 +54,8 @@ def save_word2vec_format(
         ValueError: There are more or fewer words than rows, or a word is empty, contains a space,
             a tab or a line end, is repeated, or has no UTF-8 encoding.
         RuntimeError: Ranks share the rows.
-        OSError: The disk is full, or another file call failed. In all these cases nothing was
-            written.
+        OSError: The disk is full, or another file call failed. In all these cases the file at
+            `path` has not changed.
 
     Example:
         >>> import tempfile, torch, speedtorch
