@@ -1,7 +1,7 @@
 """The registered ops as Python functions, their fake kernels and gradients.
 
 Importing the library `speedtorch._C` registers `torch.ops.speedtorch.*`. These functions are those
-ops with defaults and keywords. The ops run on torch's current stream without synchronization,
+ops with defaults and keywords. Public ops run on torch's current stream without synchronization,
 unless a table is in pageable memory and the other tensors are on a GPU. Ids on the CPU are checked
 before any row moves. `synchronize` documents the check of ids on a GPU.
 """
@@ -243,7 +243,7 @@ _MANY_ROWS = 1 << 16
 
 
 def rows_at(rows: Tensor, places: Tensor) -> Tensor:
-    """`rows[places]` in GPU memory, without gradients and without a check of `places`."""
+    """`rows[places]`, both on one device, for callers that need no gradient of `rows`."""
     # torch's lookup launches one kernel and ours three; only many rows hide the two launches.
     return (_gathered if places.numel() >= _MANY_ROWS else torch.embedding)(rows, places)
 
@@ -595,7 +595,7 @@ _later_checks: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def raises_later(check: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Makes synchronize() call a method that raises a GPU's errors, while its object lives."""
+    """Makes synchronize() call a method that raises a GPU's errors, until its object is freed."""
     _later_checks[:] = [method for method in _later_checks if method() is not None]
     _later_checks.append(check)
 

@@ -1,4 +1,4 @@
-"""Support for any torch optimizer on embedding rows: per-row state in the tables, and step hooks.
+"""Support for torch optimizers on embedding rows: per-row state in the tables, and step hooks.
 
 The public names are speedtorch's own optimizers, in `__all__`.
 """

@@ -38,8 +38,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     the first use or loading, so that the table allocates its memory once. A later attach() copies
     the existing rows to a new table whose records have the state. A table that was passed in or
     shared without state, or is too large to copy, is not replaced: a second table has the state. If
-    one table has both, state_dict() of the module and of the optimizer return contiguous copies, or
-    a view of the records if memory is too small for a copy.
+    one table has both, state_dict() of the module and of the optimizer return contiguous copies.
+    If a copy would take more than half of the free memory, they return a view of the records.
 
     load_state_dict() loads a whole state or nothing. If an exception interrupts its copy of per-row
     state to the tables, the next use of the rows repeats this copy, and raises its errors.
@@ -47,8 +47,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     get_state_dict(), load() and set_state_dict().
 
     A step changes the rows that were looked up, and all rows share one step count, as with
-    torch.optim.SparseAdam. A momentum buffer starts as zeros. torch's SGD starts the buffer as the
-    first gradient, which is the same unless there is dampening.
+    torch.optim.SparseAdam. A momentum buffer starts as zeros. In torch's SGD the buffer starts as
+    the first gradient; without dampening the results are the same.
 
     A probe of a few rows raises ValueError for an optimizer that
 
@@ -63,7 +63,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             wrapped by accelerate, Lightning, Fabric or torchrec. Attach the outermost of torchrec's
             wrappers: its state_dict() then has all rows. An optimizer with its own load_state_dict
             still loads with that method, which may briefly copy the state of all rows to the
-            parameter's device. torchrec's wrappers write in place, row after row.
+            parameter's device. torchrec's wrappers write a loaded state in place, so an exception
+            can leave it partly loaded.
         module: an Embedding or EmbeddingBag, or a module that contains some. An Embedding is
             attached if the optimizer holds its weight.
 
@@ -71,11 +72,11 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         TypeError: `optimizer` is no torch optimizer, or `module` is no torch module.
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
             of them already; another optimizer is attached to one of them; the optimizer is a copy
-            of an attached one, or the probe raises; or the bytes of a cache are too few for one row
-            with its state. Nothing has changed.
+            of an attached one, or the probe raises; the table is read-only; or the bytes of a cache
+            are too few for one row with its state. Nothing has changed.
         NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
             cannot be tried out.
-        RuntimeError: a captured CUDA graph uses the rows.
+        RuntimeError: a captured CUDA graph uses the rows, or another module trains them now.
         MemoryError: memory is too small for the state or for the probe (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
 

@@ -55,9 +55,9 @@ class RowWiseAdagrad(Optimizer):
     - `w = w - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)`.
 
     Without weight decay a row with a zero gradient does not change. With 128 float32 columns a row
-    and its state use 516 bytes, and 1,024 with torch.optim.Adagrad. The state of a parameter
-    `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. For 16-bit parameters the sums are float32,
-    and a step is computed in float32 and rounded once.
+    and its state use 516 bytes (528 in an attached table), and 1,024 with torch.optim.Adagrad. The
+    state of a parameter `[N, ...]` is `sum`, `[N, 1]`, and the count `step`. For 16-bit parameters
+    the sums are float32, and a step is computed in float32 and rounded once.
 
     FBGEMM's EXACT_ROWWISE_ADAGRAD with L2 weight decay and torchrec's RowWiseAdagrad have the same
     update rule; FBGEMM has no `lr_decay`. The rule is Adagrad (Duchi, Hazan and Singer, 2011) with
@@ -70,11 +70,12 @@ class RowWiseAdagrad(Optimizer):
         params: parameters `[N, ...]` of float32, float64, bfloat16 or float16, named parameters, or
             dicts of parameter groups. A parameter of one dimension has one element per row.
         lr: learning rate, at least 0: a number or a tensor of one element.
-        lr_decay: each step adds this number to the divisor of the learning rate; at least 0.
+        lr_decay: each step after the first adds this number to the divisor of the learning rate,
+            which begins at 1; at least 0.
         weight_decay: L2 penalty, at least 0.
         initial_accumulator_value: the first `sum` of each row, at least 0.
-        eps: is added to the square root of `sum`, at least 0. With 0 a row whose `sum` is 0 becomes
-            NaN, as with torch.optim.Adagrad.
+        eps: is added to the square root of `sum`, at least 0. With 0 a stepped row whose `sum` is 0
+            becomes NaN, as with torch.optim.Adagrad.
         foreach: whether torch's foreach functions step the parameters together; by default for
             parameters on a GPU. The results are the same. Temporary copies of all gradients of a
             group use memory.

@@ -1,7 +1,9 @@
 """Hooks that make an optimizer's own step function work on the step's rows.
 
-During the own step function, groups and state have the parameter with the step's rows instead of
-the weight. In user hooks, closures and code before or after super().step(), they have the weight.
+The own step function of an optimizer is the innermost step() in its chain of super().step() calls.
+While this function runs, groups have the parameter with the step's rows instead of the weight, and
+the state has the state of these rows. In user hooks, closures and code before or after
+super().step(), groups have the weight, and the state has the state of all rows.
 """
 
 from __future__ import annotations
