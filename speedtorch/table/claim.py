@@ -10,7 +10,7 @@ __all__ = ["Claim"]
 
 
 class Claim:
-    """Registers a module's RowHolder with its table. Another module may replace it there.
+    """Registers a module's RowHolder with its table. Another module may replace this holder.
 
     Args:
         table: The table, or None before allocation.

@@ -122,11 +122,11 @@ class HostTable:
     bytes precede all others. `table["weight"]` is a strided view of all weights `[rows, *dim]`.
     `table.record` views all fields `[rows, columns]`.
 
-    Methods, `table["weight"]` and `table.record` first write back rows that a training step keeps
-    on the GPU. Before you read a view that you kept, call `flush()` to write rows back and wait for
-    the GPU. In a forked child (a DataLoader worker), every method raises for memory="managed", and
-    memory="registered" works. Several processes use one table with memory="shared" and `share()`,
-    or each maps a saved table with `open(path, "mapped")`.
+    `table["weight"]`, `table.record` and methods that read or write rows first write back rows that
+    a training step keeps on the GPU. Before you read a view that you kept, call `flush()` to write
+    rows back and wait for the GPU. In a forked child (a DataLoader worker), methods that use rows
+    raise for memory="managed", and memory="registered" works. Several processes use one table with
+    memory="shared" and `share()`, or each maps a saved table with `open(path, "mapped")`.
 
     `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` initialize a field in parallel and return
     the table. With a seed, the bits do not depend on the number of threads, the kind of memory or
@@ -141,24 +141,27 @@ class HostTable:
         dtype: The dtype of the weight.
         state: Names of fields with the weight's shape and dtype, named like the optimizer's state,
             or a mapping of names to (shape, dtype).
-        memory: "managed" or "registered": host memory that the GPU reads in place. "plain": any
-            host memory. "auto": the fastest kind on this machine. "cuda": GPU memory. "file": a
-            mapped file, for tables larger than the memory. A GPU reaches it by staged copies only.
-            "shared": host memory that other processes open through `share()`. Each process with a
-            GPU registers it.
+        memory: "managed" or "registered": host memory that the GPU reads in place. "plain":
+            pageable host memory, which a GPU reaches only by staged copies. "auto": the fastest
+            kind on this machine. "cuda": GPU memory. "file": a mapped file, for tables larger than
+            the memory. A GPU reaches it by staged copies, except for `resident` rows. "shared":
+            host memory that other processes open through `share()`. Each process with a GPU
+            registers it.
         device: The GPU of memory="cuda".
         path: The new file of memory="file", without a header. If another program shortens the file,
             later calls raise. A call that reads the file at that moment ends the process.
         resident: Bytes, or a text such as "64GiB", of host memory for the most used rows of
             memory="file". Steps read other rows from the file and write changed rows when another
-            row needs the memory; the GPU reads resident rows in place. flush() writes all changed
-            rows. Until then another process sees older rows in the file.
+            row needs the memory; the GPU reads resident rows in place. flush() and methods that
+            read rows write all changed rows. Until then another process sees older rows in the
+            file.
 
     Attributes:
         rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
         memory_reason: Why the memory is not of the requested kind, or why a GPU cannot read it in
             place. Otherwise "".
-        memory_beside: The kind of memory for tables that modules make beside this one.
+        memory_beside: The kind of memory for a second table with optimizer state that this table
+            does not have.
         writable: Whether rows can be written. False for a mapped file.
         dim, dtype: Columns (or row shape) and dtype of the weight. Without a weight, None and the
             fields' common dtype, if any.
@@ -810,10 +813,11 @@ class HostTable:
     ) -> _Self:
         """Runs a function such as torch.nn.init's on `rows` of a field. See HostTable for the rest.
 
-        `function(tensor, *args, **kwargs)` is called on a stand-in with the field's shape and on
-        parts of the field. The function must change the tensor in place and do nothing else.
-        Functions that need the whole tensor (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) run on a
-        copy of the field. With `share` the rows get their values in a larger table.
+        `function(tensor, *args, **kwargs)` must change the tensor in place and do nothing else. It
+        is called on a stand-in with the shape of the rows, which records its operations. If they
+        are elementwise, they run on parts of the rows. Functions that need the whole tensor
+        (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) are called again, on a copy of the rows. With
+        `share` the rows get the values that they would have in a larger table.
 
         Raises:
             TypeError: `kwargs` contains a generator, or the seed is not an int.

@@ -22,7 +22,7 @@ from speedtorch.ops.shapes import check_dtype, row_shape
 __all__ = ["Fields", "lay_out", "weight_and_state"]
 
 _ACCESS_BYTES = 16  # the widest access of a GPU thread
-_LONG_BYTES = 128  # Padding lengthens a record of this size or more by at most a ninth.
+_LONG_BYTES = 128  # Padding lengthens a record of this size or more by less than 12 %.
 
 Fields = Mapping[str, tuple[int | Sequence[int], torch.dtype]]
 """Name to (row shape, dtype)."""

@@ -44,7 +44,8 @@ class ResidentReport(NamedTuple):
     nbytes: int
     """Host memory of the slots, in bytes."""
     hit_rate: float
-    """The share of a step's rows that were resident, 0 to 1; NaN before the first step."""
+    """The share of rows that steps loaded or wrote back and that were resident, 0 to 1. NaN before
+    the first step."""
     reads: int
     """Records read from the file."""
     writes: int
@@ -54,7 +55,7 @@ class ResidentReport(NamedTuple):
     wait_seconds: float
     """Time for which steps waited for the file."""
     read_ahead: int
-    """Records that prefetch() began to read before their step."""
+    """Records that prefetch() began to read before their step, into the page cache."""
 
 
 class Slots(Protocol):
