@@ -71,7 +71,16 @@ def fitting(shards: Sequence[_Tensors], max_memory: int | None, sharing: int = 1
 
 
 def copies(shards: Sequence[_Tensors]) -> list[dict[Any, Tensor]]:
-    """Copies all tensors to pageable host memory."""
+    """Copies all tensors to pageable host memory; raises MemoryError if they do not fit.
+
+    Without this check, the system may end the process while the copies are filled.
+    """
+    needed = sum(rows.nbytes for shard in shards for rows in shard.values())
+    if host_memory.is_checked() and needed > (available := host_memory.available_bytes()):
+        raise MemoryError(
+            f"async_save: the copies need {needed:,} bytes of host memory, but {available:,} are"
+            " available. Pass a smaller max_memory. SPEEDTORCH_MEMORY_CHECK=0 skips this check."
+        )
 
     def copied(given: Tensor | SelectedRows) -> Tensor:
         """Copies a tensor; gathers selected rows."""

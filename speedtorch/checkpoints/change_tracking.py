@@ -35,7 +35,10 @@ _Written = TypeVar("_Written")
 
 _known: weakref.WeakKeyDictionary[HostTable, dict[tuple[str, str, str, int], int]]
 _known = weakref.WeakKeyDictionary()
-"""Version of a table's rows by checkpoint digest, tensor key, field and first row."""
+"""Version up to which a checkpoint has a table's rows.
+
+The keys are the checkpoint's digest, the tensor's key, the field and the first row.
+"""
 _MOST_KNOWN = 10_000  # entries per table; long runs save often
 
 

@@ -1,12 +1,12 @@
 """Generations: numbered checkpoint folders, each complete on the disk or absent.
 
 A checkpoint is written under a hidden name, synced, and then renamed. The rename is atomic, also at
-a power loss. A reader opens the checkpoint with the highest number. A save may remove this
-checkpoint meanwhile. Files that the reader has opened remain readable; if it has opened none, it
-lists the checkpoints again.
+a power loss. By default a reader opens the checkpoint with the highest number. A save may remove
+this checkpoint meanwhile. Files that the reader has opened remain readable. If another file is
+missing by then, the reader lists the checkpoints again.
 
-An incremental checkpoint (delta) has only the rows that differ from an earlier checkpoint, which is
-its base.
+An incremental checkpoint (delta) has, of each table that tracks changes, only the rows that have
+changed since an earlier checkpoint, its base. A delta has all other tensors as a whole.
 """
 
 from __future__ import annotations

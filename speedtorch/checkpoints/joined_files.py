@@ -1,7 +1,7 @@
 """JoinedFile: a file with all rows of some sharded tensors, which all ranks write together.
 
 The first rank creates the file. Each rank writes its rows to their places, and then computes the
-digests of one part. The result is the same file as from one process.
+digests of one part. The file has the same bytes as one that a single process writes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from speedtorch.torch_internals import as_plain
 
 __all__ = ["load"]
 
-_TRIES = 100  # a try fails if another save ends meanwhile
+_TRIES = 100  # a try fails if a save removes its checkpoint, or ranks find different checkpoints
 
 
 def load(
@@ -54,14 +54,14 @@ def load(
     anything is loaded. Objects with their own load code cannot be checked: they load first and may
     raise then. Rows are copied from the mapped file directly to the table.
 
-    If rows are sharded, all ranks call load() together. An error on one rank leaves the objects of
-    all ranks unchanged.
+    If rows are sharded, all ranks call load() together. If a check fails on one rank, all ranks
+    raise, and no object changes.
 
     Args:
         path: The folder that was passed to save().
-        generation: The number of the checkpoint; the default is the latest one. If a file of that
-            or of its base is damaged or missing, the latest intact checkpoint is loaded instead. A
-            RuntimeWarning names both.
+        generation: The number of the checkpoint. By default the latest intact checkpoint is loaded.
+            A RuntimeWarning names later checkpoints with a damaged or missing file, or with a
+            damaged base.
         since: The number of the checkpoint that the parts have now. If the loaded checkpoint is
             this one or builds on it (`save(base=)`), only later changes are read and written to the
             tables. Other threads may look up rows meanwhile. Otherwise everything is loaded.
@@ -77,12 +77,12 @@ def load(
     Raises:
         FileNotFoundError: There is no checkpoint, or none with the number `generation`.
         KeyError: A part was not saved.
-        TypeError: A part has no load_state_dict().
+        TypeError: A part has no load_state_dict(), or a number is no int.
         ValueError: A file of the requested checkpoint, or of every checkpoint, is damaged, cut,
-            missing or of an unsupported format, or a part does not fit an optimizer. Nothing has
-            been loaded.
-        RuntimeError: A part does not fit a module, or another rank has raised an error; nothing has
-            been loaded.
+            missing or of an unsupported format. Or the saved state does not fit an optimizer or a
+            list. Nothing has been loaded.
+        RuntimeError: The saved state does not fit a module, or another rank has raised an error.
+            Nothing has been loaded.
 
     Example:
         >>> import tempfile, torch, speedtorch

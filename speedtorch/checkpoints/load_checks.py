@@ -80,7 +80,7 @@ def _check_module(name: str, module: nn.Module, state: Mapping[Any, Any]) -> boo
 def _differences(
     module: nn.Module, own: Mapping[str, Any], state: Mapping[Any, Any]
 ) -> Iterator[str]:
-    """The differences between a module and a state, in torch's words."""
+    """Yields texts about missing or unexpected keys, other shapes, and values without a tensor."""
     for key in {**own, **state}:
         # float32 tables have no rounding_state; norm layers of old files, no num_batches_tracked.
         if key not in own:

@@ -98,7 +98,7 @@ class Rendezvous:
     def all_gather(self, value: Any) -> list[Any]:
         """All-gathers a value that consists of lists, numbers, strings and None.
 
-        Raises RuntimeError if another rank has ended or left.
+        Raises RuntimeError if another rank has left, or has ended by lock or timeout.
         """
         self._publish(value)
         return [value if rank == self.rank else self._value_of(rank) for rank in range(self.size)]

@@ -64,7 +64,7 @@ def save(
     Each call makes a new checkpoint (generation) in the folder `path`. For example
     `generation-00000007` has safetensors files and a manifest. The checkpoint appears in one step,
     once every byte is on the disk. A killed process or a power loss leaves the previous checkpoints
-    intact. Tables are written block by block from host memory, without a copy.
+    intact. Tables are written block by block from host memory, without a copy of the table.
 
     If rows are sharded, every process of torch.distributed's default group calls save() with a
     folder that all processes reach. Each rank writes its own rows. The first rank writes all other
@@ -75,14 +75,14 @@ def save(
         path: A folder, which is created if missing.
         keep: The number of checkpoints to keep. Older ones are removed once the new one is written,
             except for bases that the kept ones need.
-        base: The number of a checkpoint of this folder. Only rows of tables that have changed since
-            then are written. A table that does not track changes (for sharded rows: on one of the
-            ranks) is written as a whole. Such a table tracks changes from then on, unless a CUDA
-            graph uses it (HostTable.track_changes). After 256 such saves in a row all rows are
-            written, and Saved.base is None. No other process may save to the folder at the same
-            time.
+        base: The number of a checkpoint of this folder. Of each table only the rows changed since
+            then are written; all other values are written again. A table that did not track changes
+            when the base was saved or loaded (for sharded rows: on one of the ranks) is written as
+            a whole. Such a table tracks changes from then on, unless a CUDA graph uses it
+            (HostTable.track_changes). After 256 such saves in a row all rows are written, and
+            Saved.base is None. No other process may save to the folder at the same time.
         progress: Shows a bar on stderr: always (True), never (False), or if the save takes longer
-            than a moment and stderr is a terminal (None). There is no bar for sharded rows.
+            than 2 s and stderr is a terminal (None). There is no bar for sharded rows.
         **parts: The parts by names of your own, such as `model=`, `optimizer=`, `scheduler=`,
             `step=`. A part is an object with a state_dict(), a list of such objects, or a value:
             None, numbers, strings, bytes, tensors, NumPy numbers and arrays, and dicts, lists and
@@ -92,10 +92,10 @@ def save(
         The path, number, bytes and duration of the new checkpoint.
 
     Raises:
-        TypeError: There is nothing to save, a part's name resembles an option, or a file without
-            code cannot hold a value, which the error names.
+        TypeError: There is nothing to save, a part's name resembles an option, or a value has an
+            unsupported type. The error names the value.
         ValueError: `keep` is less than 1, safetensors files do not support a kind of tensor, the
-            base is damaged, or ranks pass different tables or options.
+            base is damaged, or ranks pass different tables or a different `base`.
         FileNotFoundError: The base is missing.
         OSError: The disk has too little space or an error; all previous checkpoints remain.
         RuntimeError: Another rank has ended, or has raised an error, which the text includes.
@@ -126,8 +126,8 @@ def async_save(
 ) -> Future[Saved]:
     """Copies the data of save() to host memory, and writes it in a thread while training continues.
 
-    The next save or load of the folder and the end of the process wait until the checkpoint is
-    written. Meanwhile ranks coordinate by files in the folder, without collectives.
+    The next save or load of the folder in this process, and the end of the process, wait until the
+    checkpoint is written. Meanwhile ranks coordinate by files in the folder, without collectives.
 
     Args:
         path: See save().
@@ -143,7 +143,7 @@ def async_save(
         the save. An error also raises a warning at once.
 
     Raises:
-        MemoryError: There is too little memory for the copies; nothing was saved.
+        MemoryError: The copies need more than the available memory; nothing was saved.
         RuntimeError: No thread can be started; nothing was saved.
 
     The call also raises all errors that save() raises before it writes.

@@ -47,8 +47,8 @@ class DamagedError(ValueError):
 class SavedGeneration:
     """A checkpoint to read.
 
-    An incremental checkpoint has only the changed rows of some tensors, relative to its `base`.
-    `ids_of` maps the key of such a tensor to the key of the changed rows' ids.
+    For some tensors, an incremental checkpoint has only the rows that have changed since its
+    `base`. `ids_of` maps the key of such a tensor to the key of the changed rows' ids.
     """
 
     def __init__(self, folder: str, number: int, later: int | None = None) -> None:

@@ -1,7 +1,8 @@
 """Values of a training run as JSON with the names of tensors, without pickle and without code.
 
-A dict's keys are strings, numbers or bools. A value of any type that JSON lacks is a list whose
-first item is the name of the type.
+None, bools, strings, ints of up to 2048 bits and finite floats are plain JSON values. Any other
+value is a list whose first item is the name of its type. A dict's keys are strings, numbers or
+bools.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def write_blocks(
     digests: list[int] | None = None,
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes a header, and then the bytes of fields that are contiguous within a row.
+    """Writes a header, and then the bytes of fields, whose rows must be contiguous.
 
     The digests of all chunks are appended to `digests`. `on_bytes` is called after each write with
     the number of bytes written. If `write` raises, an unknown part of the bytes has been written,

@@ -128,7 +128,7 @@ def replace_files(
 
     The `with` block writes the new files under hidden names. At its end, the files are synced and
     replace the old ones in one step, even if power is lost. After an error the old files are
-    unchanged, unless the message says that the new ones are in place. The next replacement of the
+    unchanged, unless the message says that the new ones are complete. The next replacement of the
     same files completes or removes the files of a killed process.
 
     Args:

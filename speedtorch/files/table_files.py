@@ -1,6 +1,6 @@
 """Saves and loads the fields of a table of any size.
 
-Saving uses at most 32 MiB of buffers (see write_blocks()), and loading uses at most 4 MiB.
+Saving a table uses at most 32 MiB of buffers (see write_blocks()), and loading at most 4 MiB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """BlockCyclic: maps each row of a table to a rank; blocks of rows are assigned in a cycle.
 
 An id alone determines the row's owner and its place in the shard. Popular ids are often small and
-adjacent. Blocks go to the ranks 0 1 2 2 1 0, so that every rank owns about as many popular rows.
+adjacent. Blocks go to three ranks in the order 0 1 2 2 1 0, so that every rank owns about as many
+popular rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _Rank = TypeVar("_Rank", int, Tensor)
 
 _MOST_BLOCKS = 1024  # blocks of a rank; large tables have at least half as many
 # Each block is a chunk of a checkpoint, which costs 1.7 kB and 0.3 ms besides its rows. Blocks of
-# small tables therefore have _LEAST_ROWS rows, if each rank still has _FEW_BLOCKS blocks.
+# small tables therefore have at least _LEAST_ROWS rows, unless a rank would then have fewer than
+# about _FEW_BLOCKS blocks.
 _LEAST_ROWS, _FEW_BLOCKS = 32, 8
 
 

@@ -21,7 +21,7 @@ class Kind(IntEnum):
     """The data that ranks exchange."""
 
     COUNTS = 0
-    """The numbers of rows that a (possibly announced or prefetched) lookup requests per rank."""
+    """The number of rows that a (possibly announced or prefetched) lookup requests of a rank."""
     IDS = 1
     """The ids of the last batch that prefetch() has planned."""
     ROWS = 2
@@ -51,16 +51,19 @@ class Call(NamedTuple):
     table: int
     """The table's number, the same on all ranks."""
     lookup: int = 0
-    """The lookup's number since the last error, from 0; 0 for COUNTS and FULL."""
+    """The lookup's number since the last error, from 0, for IDS, ROWS and GRADIENTS.
+
+    For PACE, the duration that ranks compare. For all other kinds 0.
+    """
 
     @property
     def code(self) -> int:
-        """The call as an int64; callers may add up to 2 ** 40 - 1 for COUNTS and PACE."""
+        """The call as an int64; callers may add up to 2 ** 40 - 1 for COUNTS."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
 
     @classmethod
     def of(cls, code: int) -> Call:
-        """The call of a code, without the number that was added to it."""
+        """The call of a code, without the number of COUNTS or PACE."""
         place, number = divmod(code, _NUMBERED)
         table, kind = divmod(place, len(Kind))
         return cls(Kind(kind), table, 0 if kind in _WITH_NUMBER else number)

@@ -26,9 +26,9 @@ class CountedRound(LookupRound["CountedRequest"]):
     ranks follow."""
 
     def send_counts(self) -> None:
-        """Sends each rank the numbers of rows that this rank requests.
+        """Starts to send each rank the number of rows that this rank requests from it.
 
-        Ranks with a barrier only compare their lookups: the CPU has no counts yet.
+        Ranks with a barrier only compare their lookups, and start to copy their counts to the CPU.
         """
         if self._gathered is None and not self.is_exchanged:
             if self._ranks.has_barrier:

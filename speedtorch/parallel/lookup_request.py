@@ -25,7 +25,7 @@ class Lookup:
     Args:
         name: The module's name in errors.
         table: The number of the table.
-        number: The lookup's number among the table's lookups.
+        number: The lookup's number among the table's lookups since the last error.
         ids: Ids of the whole table, of any shape. An id out of range names no row.
         device: The device of a step's rows.
     """

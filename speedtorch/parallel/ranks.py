@@ -54,7 +54,7 @@ class Ranks:
 
     error_count = 0
     _aborted = ""
-    """The text of the first error of _abort(); after it all calls raise."""
+    """The text of the first error of _abort(); after it each exchange raises."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.tables: list[str] = []
@@ -102,7 +102,7 @@ class Ranks:
         self.error_count += 1
 
     def compare_calls(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
-        """Waits until all ranks make the same calls, LOOKUPS at most.
+        """Compares calls, LOOKUPS at most, with those of the other ranks, and waits for these.
 
         Raises DisagreementError on all ranks if the calls differ.
         """
@@ -164,7 +164,7 @@ class Ranks:
         return disagreement(name, first, self.tables)
 
     def read(self, name: str, numbers: HostCopy) -> list[int]:
-        """Waits for numbers from other ranks; RuntimeError if a rank is too late."""
+        """Waits for numbers from other ranks; RuntimeError after `timeout` seconds."""
         if not numbers.is_complete(self.timeout):
             raise self._abort(name, f"no data for {self.timeout:.0f} s")
         return numbers.read()
@@ -268,7 +268,8 @@ class Ranks:
     def _abort(self, name: str, reason: str) -> RuntimeError:
         """The error about missing ranks, which could mistake later data for the data of this call.
 
-        All further calls raise, on this rank at once and on the ranks that wait for this rank.
+        All further exchanges of this rank raise at once. With a barrier, ranks that wait for this
+        rank raise too.
         """
         error = RuntimeError(
             f"{name}: an exchange with other ranks failed ({reason}). All ranks must make the same"

@@ -51,7 +51,10 @@ def _modules_of(model: nn.Module) -> dict[str, RowModule]:
         if isinstance(module, RowModule)
     }
     if not named:
-        raise ValueError(f"{type(model).__name__} has no speedtorch.Embedding or EmbeddingBag.")
+        raise ValueError(
+            f"{type(model).__name__} has no speedtorch.Embedding, EmbeddingBag or collection to"
+            " shard. Pass a model with such a module."
+        )
     for module in named.values():
         name = module.trained_rows.name
         if getattr(module, "scale_grad_by_freq", False):

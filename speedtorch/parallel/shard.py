@@ -31,10 +31,10 @@ def shard(
     Every rank calls shard() once for its copy of the model, before the rows are used. The initial
     values are the same as for the whole model with the first rank's seeds. Afterwards all ranks
     make every lookup together and in the same order; a rank without data passes an empty batch.
-    Gradients of a row are sent to the rank that owns the row. An error on one rank raises on all
-    ranks. A DistributedDataParallel that wraps this model or a part of it trains the other
-    parameters and ignores the rows. For fully_shard see row_parameters(), for scaled gradients
-    GradScaler.
+    Gradients of a row are sent to the rank that owns the row. If ids of one rank are bad, the
+    lookup raises on all ranks. A DistributedDataParallel that wraps this model or a part of it
+    trains the other parameters and ignores the rows. For fully_shard see row_parameters(), for
+    scaled gradients GradScaler.
 
     A module's capacity then limits a step's unique rows that one rank owns, without the row of
     padding_idx. A lookup of one rank may name at most `capacity / ranks + 8 * sqrt(capacity /

@@ -137,6 +137,17 @@ def test_what_has_no_room_is_written_before(
     assert fitting([{name: each} for name, each in tensors.items()], most) == 4 - before
 
 
+def test_copies_beyond_the_available_memory_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_saves.host_memory, "available_bytes", lambda: 99)
+    with pytest.raises(MemoryError, match="the copies need 100 bytes of host memory, but 99 are"):
+        speedtorch.async_save(tmp_path, max_memory="1TiB", tensor=torch.zeros(25))
+    assert [*tmp_path.iterdir()] == []
+    saving = speedtorch.async_save(tmp_path, max_memory="1TiB", tensor=torch.zeros(24))
+    assert saving.result(60).generation == 1
+
+
 def test_an_error_raises_keeps_earlier_checkpoints_and_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
