@@ -27,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; `arguments` default to the command line of this process.
 
     Returns:
-        The exit status. 0: success. 1: a comparison found a difference, this machine cannot be
-        measured, `doctor` found something wrong, `replay` found other results, or the reader of the
-        output has closed it. 2: wrong use. 130: Ctrl-C.
+        The exit status. 0: success. 1: a demonstration's comparison found a difference, `calibrate`
+        cannot measure this machine, `doctor` found something wrong, `replay` found other results,
+        or the reader of the output has closed it. 2: wrong use.
     """
     try:
         status = _run(arguments)

@@ -303,9 +303,10 @@ def checks(folder: str | None = None) -> list[Check]:
 
 
 def run_doctor(folder: str | None = None, *, as_json: bool = False) -> int:
-    """Runs all checks and prints a line for each, or a JSON list of objects (`as_json`).
+    """Runs all checks and prints each result with its advice, or a JSON list (`as_json`).
 
-    Each object has the keys check, status, found and advice; advice is null if status is "ok".
+    The objects of the list have the keys check, status, found and advice. The advice is null if the
+    status is "ok".
     Returns the exit status: 1 if something is wrong, 0 otherwise.
     """
     all_checks = checks(folder)

@@ -121,8 +121,8 @@ class Info:
     library: str
     """The path of the library with the ops."""
     kernels: str
-    """"CPU and CUDA", or "CPU" and the reason: nvcc was missing when the library was built, or the
-    driver is too old for the library's CUDA version."""
+    """"CPU and CUDA", or "CPU" and the reason: the library was built without nvcc or with
+    SPEEDTORCH_CUDA=0, or the driver is too old for the library's CUDA version."""
     default_memory: str
     """The kind of memory that `memory="auto"` selects here."""
     gpus: tuple[Gpu, ...]

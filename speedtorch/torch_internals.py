@@ -1,8 +1,8 @@
 """Every private part of torch that this package uses, under a name that describes its purpose.
 
-All of them are the same in torch 2.11 and 2.13. tests/project/test_torch_internals.py names any
-that another torch version lacks or has changed. Most names are direct aliases without a wrapper
-function, because a step calls many of them.
+Everything here works with torch 2.11 and 2.13. tests/project/test_torch_internals.py names any
+part that another torch version lacks or has changed. Most names are direct aliases without a
+wrapper function, because a step calls many of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ as_plain = torch._C.DisableTorchFunctionSubclass
 """A context in which no function calls the `__torch_function__` of a tensor's class."""
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""The number of writes to a tensor or to a tensor that shares its memory."""
+"""The number of writes that torch has counted for a tensor, its base and the base's views."""
 
 increment_versions: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 """Counts a write to each tensor, as torch.autograd.graph.increment_version() does."""

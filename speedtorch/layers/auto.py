@@ -2,12 +2,13 @@
 
 **Operations.** An operation on a module's tensors outside its forward also counts as a call.
 
-**Order.** The predicted order of calls decides evictions: the module that is used last is evicted
-first, and optimizer state before its module.
+**Order.** The predicted order of calls decides evictions: the module whose next use is farthest is
+evicted first. Optimizer state that is needed later than its module is evicted before the module.
 
 **Backward.** Autograd runs the last computed operation first. Suppose that the backward has reached
-module B, and then reaches the result of module A. The gradients of B are then complete, unless B
-was called more than once. At the end of the backward the gradients of all modules are complete.
+module B, and then reaches the result of module A. The gradients of B are then complete, unless a
+result of another call of B is still to come. At the end of the backward the gradients of all
+modules are complete.
 
 **Nested calls.** A module that is called within another module's forward is loaded in addition to
 the outer module, in the forward and in the backward.

@@ -19,7 +19,7 @@ from speedtorch.torch_internals import version_of
 __all__ = ["BLANK", "Discarded"]
 
 BLANK = 255
-"""The value of all bytes of a discarded tensor after `wake()`: a NaN, or the integer -1."""
+"""The value of all bytes of a discarded tensor after `wake()`: NaN, or all bits of an integer set."""
 _NAMED = 4
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 24
@@ -49,9 +49,10 @@ class _Blank(NamedTuple):
 class Discarded:
     """Raises RuntimeError if discarded tensors are used before they are loaded.
 
-    A discarded tensor counts as loaded if its memory was replaced, or if its values differ from
-    its values after `wake()`. Checks end after the first use that finds all tensors loaded. The
-    error's message ends with `remedy`.
+    A discarded tensor counts as loaded if it has no element with the bits that `wake()` wrote.
+    Integers and 8-bit floats, for which these bits may be a loaded value, count as loaded if one
+    element or the tensor's version has changed. Checks end after the first use that finds all
+    tensors loaded. The error's message ends with `remedy`.
     """
 
     def __init__(self, device: torch.device, remedy: str) -> None:

@@ -66,8 +66,8 @@ def host_init() -> Iterator[None]:
 
     Only calls of torch in the current thread are changed. Other threads are not, such as a
     library's: with transformers' `from_pretrained`, omit `device_map="cuda"`.
-    `torch.cuda.FloatTensor(...)` is not changed either. `torch.load` raises without
-    `map_location="cpu"`.
+    `torch.cuda.FloatTensor(...)` is not changed either. `torch.load` raises for files with GPU
+    tensors without `map_location="cpu"`.
 
     For a model built on the meta device, load values into host memory with
     `model.load_state_dict(safetensors.torch.load_file(path), assign=True)`. Create the optimizer

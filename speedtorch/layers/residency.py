@@ -207,8 +207,8 @@ class Residency:
 
     Attributes:
         modules: the modules that may have device memory, and their uses.
-        hits: uses that found their module on the device; `misses`: uses that did not.
-        seconds_waited: seconds that the host has waited for evictions.
+        hits: uses whose module was loaded or prefetched; `misses`: all other uses.
+        seconds_waited: duration of evictions whose copies to the host were not complete yet.
     """
 
     def __init__(

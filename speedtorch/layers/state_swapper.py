@@ -215,8 +215,9 @@ class StateSwapper:
     With `stored`, steps compute with float32 state, which is rounded to 16 bits after each step.
     This halves the bytes in host memory and over the link. Rounded are float32 state tensors with
     the shape of a float32 parameter, such as Adam's `exp_avg` and `exp_avg_sq`. Between steps they
-    have the 16-bit dtype. Random numbers depend on the elements and on the number of earlier steps
-    with this swapper: ranks with the same parameters round alike.
+    have the 16-bit dtype. The random numbers depend on an element's position in its tensor, and on
+    how many tensors this swapper has rounded before. Ranks that step the same parameters therefore
+    round alike.
 
     Args:
         optimizer: one or several optimizers that step each parameter separately. Wrappers from
@@ -237,9 +238,9 @@ class StateSwapper:
             another optimizer (Lookahead).
         ValueError: an optimizer is given twice, is differentiable, does not step each parameter
             separately (checked with small copies), or has parameters that are rows of an Embedding
-            or belong to a Swapper. The budget is no number of bytes. In a step: a parameter in host
-            memory shares memory with another, has a sparse gradient, or is averaged by
-            DistributedDataParallel.
+            or belong to a Swapper. The budget is no number of bytes, or `stored` is another dtype.
+            In a step: a parameter in host memory shares memory with another, has a sparse gradient,
+            or is averaged by DistributedDataParallel.
         RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
             scale is on a GPU, has unscaled gradients in host memory. Use speedtorch.GradScaler.
 

@@ -265,18 +265,19 @@ class Swapper:
         The order of prefetches is recorded from earlier calls. An operation on a module's tensors
         outside its forward loads the module too. Inputs on another device are copied to the
         modules' device. A module may be evicted between its forward and backward; the backward
-        loads it again. The backward pass ends when backward() returns; each graph supports one
-        backward. The effect lasts until remove() or another auto(), or as long as the model, even
-        without references to the Swapper.
+        loads it again. A second derivative (create_graph=True) does not load an evicted module, and
+        raises RuntimeError. The effect lasts until remove() or another auto(), or as long as the
+        model, even without references to the Swapper.
 
         Args:
             step: whether to step each module in the backward pass once its gradients are complete,
-                and then drop the gradients (`grad = None`). Each backward() is then a step, and a
-                later optimizer.step() steps only parameters outside these modules. Gradients must
-                not be scaled, or changed between backward() and that step. The step raises
-                RuntimeError if the gradient of a parameter outside has changed. A change is not
-                detected if all parameters belong to offloaded modules. DistributedDataParallel
-                raises NotImplementedError in the forward.
+                and then drop the gradients (`grad = None`). Each backward() is then a step, and
+                needs its own graph (no retain_graph=True). A later optimizer.step() steps only
+                parameters outside these modules. Gradients must not be scaled, or changed between
+                backward() and that step. The step raises RuntimeError if the gradient of a
+                parameter outside has changed. A change is not detected if all parameters belong to
+                offloaded modules. DistributedDataParallel raises NotImplementedError in the
+                forward.
             ahead: how many of the next modules to prefetch if they fit.
 
         Returns:

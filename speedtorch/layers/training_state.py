@@ -139,6 +139,7 @@ class TrainingState:
         TypeError: an argument has the wrong type.
         ValueError: the device is neither a CPU nor a GPU, the model has no tensor, or addresses
             cannot be kept on the device.
+        RuntimeError: `device` is a GPU, and torch finds none.
 
     Example:
         >>> import torch, speedtorch

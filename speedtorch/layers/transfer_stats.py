@@ -130,10 +130,11 @@ class SwapReport(TransferReport):
     new_bytes: int
     """Device bytes that an eviction of all modules would copy to the host now."""
     hits: int
-    """Uses that found their module on the device."""
+    """Uses whose module was loaded or prefetched."""
     misses: int
+    """Uses whose module had to be loaded first."""
     seconds_waited: float
-    """Seconds that the host has waited for evictions."""
+    """Duration of evictions whose copies to the host were not complete yet."""
     held_by: tuple[str, ...]
     """Views of modules' device tensors that the program holds."""
 

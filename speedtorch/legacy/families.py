@@ -98,7 +98,7 @@ def with_variable() -> TablePlace:
 
 
 def in_host_memory() -> TablePlace:
-    """Host memory that a GPU, if there is one, can access directly."""
+    """Host memory that a GPU, if there is one, can access directly (HostTable's kind "auto")."""
     return TablePlace("auto")
 
 

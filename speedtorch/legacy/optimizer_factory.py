@@ -228,4 +228,7 @@ class PytorchOptimizerFactory(TorchFiles, OptimizerSwitcher, place=families.of_k
 class OptimizerFactoryMM(
     MappedFiles, OptimizerSwitcher, place=partial(families.in_file, ""), dtype="float32"
 ):
-    """OptimizerFactory with the table in a memory-mapped file, `<variable><optimizer>...`."""
+    """OptimizerFactory with the table in a memory-mapped file.
+
+    The file's name is `<variable_name><optimizer class><number>.memmap`.
+    """

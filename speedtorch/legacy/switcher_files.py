@@ -1,7 +1,8 @@
 """The files of the SpeedTorch classes: .npy and .safetensors, or the format of torch.save.
 
 There is a mixin for the families that used CuPy in 2019 and one for those that used torch.
-`loadTorch` is the only code in this package that reads a pickle, and accepts only plain tensors.
+`loadTorch` is the only code in this package that reads a pickled file, and accepts only plain
+tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CupyFiles(Switcher):
     CUPYcorpus = property(getCupyVar)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
-        """Saves all rows to `*.npy` or `*.safetensors`; the old file remains until the end.
+        """Saves all rows to `*.npy` or `*.safetensors`; a complete file then replaces the old one.
 
         Args:
             saveFileName: The file name; `.npy` is appended to other names, as np.save does. Several

@@ -1,6 +1,6 @@
 """Explains which path an op takes, why, and how fast that path should be; sets the costs.
 
-The C++ library makes the choice (csrc/move/cost_model.h) from the times in calibration.py.
+The C++ library makes the choice (csrc/move/cost_model.h) from times that calibration.py measures.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class Explanation:
     predicted_gbps: float | None = None
     """Speed of the whole op; counts each row once."""
     measured_gbps: float | None = None
-    """Speed of the copy without planning, as calibrated on this machine."""
+    """Speed of the copy without planning, according to the measured times."""
     link_gbps: float | None = None
-    """Speed of the copy engine over the link in this direction."""
+    """Measured speed of the copy engine over the link in this direction."""
     share_of_link: float | None = None
+    """`measured_gbps / link_gbps`."""
     calibrated: bool = False
-    """False: the times are an H200's, because `speedtorch.calibrate()` has not run here."""
+    """Whether times and speeds were measured on this machine; False: on an H200."""
     alternatives_us: dict[str, float] = field(default_factory=dict)
     """Time of each possible path."""
 
@@ -208,15 +209,16 @@ def set_num_sms(count: int | None) -> None:
     """Limits the multiprocessors that a kernel over the link may fill, for all GPUs and threads.
 
     A lower limit leaves more of the GPU to other work. Results do not change. A kernel fills fewer
-    multiprocessors if those saturate the link. Over PCIe 5 x16, swaps fill at most 8, and on a GPU
-    with bulk copies (Hopper, data-centre Blackwell) batches of rows of 512 bytes and more fill at
-    most 3. For a faster link that `calibrate` has measured, these numbers grow in proportion.
+    multiprocessors if those saturate the link. Over PCIe 5 x16, swaps fill at most 8. On a GPU with
+    bulk copies (Hopper, data-centre Blackwell), batches of more than 4,096 rows of 512 bytes and
+    more, aligned in managed memory, fill at most 3. For a faster link that `calibrate` has
+    measured, these numbers grow in proportion.
 
     Args:
         count: At least 1. None ends the limit of earlier calls; see get_num_sms().
 
     Raises:
-        ValueError: `count` is less than 1, or more than any GPU has.
+        ValueError: `count` is less than 1 or more than 65,536.
 
     Example:
         >>> set_num_sms(8)
