@@ -140,12 +140,12 @@ def pin_memory_(tensor: Tensor) -> Tensor:
     write to them. Do not resize a pinned tensor, because new memory of its storage is not pinned.
 
     Args:
-        tensor: Any CPU tensor with elements.
+        tensor: A dense CPU tensor. Nothing happens if the tensor has no elements.
 
     Raises:
         TypeError: `tensor` is not a tensor.
         ValueError: The tensor is not on the CPU or not dense, or (part of) its memory is already
-            pinned.
+            pinned or was allocated by speedtorch.
         RuntimeError: CUDA failed, or pins memory where kernels cannot access it (WSL2). The message
             states the reason and a remedy.
 
