@@ -41,8 +41,8 @@ class CurrentStream {
   int multiprocessors() const;
   // Throws while this stream captures a CUDA graph. `why` names the unsupported step or the remedy.
   void check_not_capturing(const char* op, const std::string& why) const;
-  // Throws in the same case that `what` is in pageable memory, whose copy the CPU makes. `name` is
-  // the argument in the remedy.
+  // Throws while this stream captures a CUDA graph, with the reason that `what` is in pageable
+  // memory, which only the CPU can access. `name` is the argument in the remedy.
   void check_pageable_not_captured(const char* op, const std::string& what, const char* name) const;
 
  private:

@@ -1,5 +1,5 @@
 // Tracks whether a captured CUDA graph is alive. Memory that the graph uses must keep its address
-// until then. Called by speedtorch/step for steps that are captured whole. graph_is_alive() may be
+// while the graph is alive. Called by speedtorch/step/capturing_graphs.py. graph_is_alive() may be
 // called from any thread.
 
 #include <atomic>

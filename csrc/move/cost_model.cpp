@@ -316,7 +316,7 @@ void set_costs(const Tensor& values) {
 }
 
 const Ops kOps{
-    // The choice of path, called by speedtorch/memory/cost_model.py.
+    // The choice of path, called by speedtorch/memory. Only tests call link_launch.
     {"explain_move(Tensor table, int ids, int direction, bool accumulate) -> Tensor",
      TORCH_BOX(&explain_move)},
     {"link_launch(int direction, int row_bytes, int host_bits, int other_bits, int rows, bool "

@@ -84,14 +84,13 @@ __device__ __forceinline__ void find_rows(const RowMap& map, const Rows& from, c
   map.planned() ? find(true) : find(false);
 }
 
-// A thread owns one vector in every lanes_per_row-th column of a row. A group of lanes_per_row
-// threads owns kRows moves at a time, with all loads in flight together. The groups of a warp own
-// interleaved moves, which are near each other in address order. This is 8 to 13 % faster for rows
-// of 128 bytes in registered memory than interleaving all groups, and narrow rows share sectors.
-// Few moves are spread over all groups. Blocks share nothing. Each row crosses the link once. If a
-// row needs several iterations, the row is cut where lines of host memory begin. A line touched by
-// two iterations would cross the link in two requests (rows of 1,028 bytes: 17 requests instead of
-// 9).
+// A thread owns every lanes_per_row-th vector of a row. A group of lanes_per_row threads owns kRows
+// moves at a time, with all loads in flight together. The groups of a warp own interleaved moves,
+// which are near each other in address order. This is 8 to 13 % faster for rows of 128 bytes in
+// registered memory than interleaving all groups, and narrow rows share sectors. Few moves are
+// spread over all groups. Blocks share nothing. Each row crosses the link once. If a row needs
+// several iterations, the row is cut where lines of host memory begin. A line touched by two
+// iterations would cross the link in two requests (rows of 1,028 bytes: 17 requests instead of 9).
 template <typename Vec, int kRows, Link kLink, typename RowMap>
 __device__ __forceinline__ void move_rows(const RowMap& map, const Rows& from, const Rows& to,
                                           const MoveShape& shape) {

@@ -49,8 +49,8 @@ struct SwapField {
   }
 };
 
-// Tables whose rows are numbered consecutively. Limits of tables and of fields of all tables per
-// launch.
+// The maximum numbers of tables, and of fields of all tables together, in one launch. The rows of
+// all tables are numbered consecutively.
 constexpr int kTablesPerLaunch = 64;
 constexpr int kPlacesPerLaunch = 96;
 

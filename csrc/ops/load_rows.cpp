@@ -101,7 +101,7 @@ Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& ev
   return made;
 }
 
-// For speedtorch/step/row_store.py and cached_store.py.
+// For speedtorch/step/row_store.py.
 const Ops kOps{
     {"count_batch(Tensor index, Tensor like, int rows, int padding) -> Tensor[]",
      TORCH_BOX(&count_batch)},

@@ -88,8 +88,8 @@ __device__ void report_first_error(const PlanView& list, int64_t side_rows, cons
 // A thread owns entries of both lists, a grid stride apart, and searches each id in the other list.
 // For placed lists the thread also checks its entries, and the first thread of the grid writes both
 // statuses. A bad entry moves no row. A row in both lists is copied from `leaving` to `arriving`,
-// unless its evict entry is bad: then the row is not loaded.
-// If one bad entry stops all moves, the last block to finish judges both lists.
+// unless its evict entry is bad: then the row is not loaded. If one bad entry stops all moves, the
+// last block to finish judges both lists.
 template <bool kPlaced>
 __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, Report evicting,
                              Report loading, SwapScratch scratch) {

@@ -68,7 +68,7 @@ Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t c
 
 namespace {
 
-// For speedtorch/plan/planned_batch.py.
+// For speedtorch/plan/fixed_size_batch.py, speedtorch/plan/joint_batch.py and speedtorch/step.
 const Ops kOps{
     {"plan_batch(Tensor index, int rows, int padding, int capacity, Tensor? held=None, Tensor? "
      "held_status=None) -> Tensor[]",

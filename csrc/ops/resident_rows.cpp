@@ -1,5 +1,5 @@
 // resident_slots, resident_read_ahead, resident_write and resident_counts: records of a file in
-// slots of host memory, by a handle of resident_open. Called by speedtorch/step/resident_store.py.
+// slots of host memory, by a handle of resident_open. Called by speedtorch/table/resident_rows.py.
 
 #include <memory>
 #include <mutex>

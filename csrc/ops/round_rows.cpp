@@ -90,8 +90,8 @@ void round_rows(const Tensors& rows, const Tensor& ids, const Tensor& key,
 }
 
 const Ops kOps{
-    // For speedtorch/step: row i belongs to ids[i]; negative ids and kNoId mark no row. `key` is
-    // (seed, step), and the op increments the step.
+    // For speedtorch/step and speedtorch/layers: row i belongs to ids[i]; negative ids and kNoId
+    // mark no row. `key` is (seed, step), and the op increments the step.
     {"round_rows(Tensor(a! -> *)[] rows, Tensor ids, Tensor(b!) key, int[] exponent_bits, bool "
      "at_random) -> ()",
      TORCH_BOX(&round_rows)},
