@@ -384,8 +384,8 @@ bool all_mapped(const Tensors& host, const std::vector<SwapTable>& tables,
   return mapped;
 }
 
-// A plan of ids on the CPU, made by the caller or by plan_on_cpu. Entries are sorted by id, which is
-// the order of row addresses.
+// A plan of ids on the CPU, made by the caller or by plan_on_cpu. Entries are sorted by id, which
+// is the order of row addresses.
 struct CpuPlan {
   Tensors made;
   PlanView view;
