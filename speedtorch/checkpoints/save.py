@@ -37,10 +37,10 @@ class Saved:
     """The folder of the new checkpoint."""
     generation: int
     nbytes: int
-    """Bytes of all files."""
+    """Bytes of the tensors' files and of the manifest."""
     seconds: float
     base: int | None = None
-    """The checkpoint that has the unchanged rows; None if all rows are written."""
+    """The checkpoint with unchanged rows, which a load also reads; None for a full checkpoint."""
     waited: float | None = None
     """Seconds until async_save() returned; None for save()."""
 
@@ -79,8 +79,9 @@ def save(
             then are written; all other values are written again. A table that did not track changes
             when the base was saved or loaded (for sharded rows: on one of the ranks) is written as
             a whole. Such a table tracks changes from then on, unless a CUDA graph uses it
-            (HostTable.track_changes). After 256 such saves in a row all rows are written, and
-            Saved.base is None. No other process may save to the folder at the same time.
+            (HostTable.track_changes). After 256 such saves in a row the next one is a full
+            checkpoint: all rows are written, and Saved.base is None. No other process may save to
+            the folder at the same time.
         progress: Shows a bar on stderr: always (True), never (False), or if the save takes longer
             than 2 s and stderr is a terminal (None). There is no bar for sharded rows.
         **parts: The parts by names of your own, such as `model=`, `optimizer=`, `scheduler=`,

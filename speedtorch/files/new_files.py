@@ -1,12 +1,12 @@
 """Atomic replacement of files: a new file appears complete and synced to disk, or not at all.
 
 One rename replaces a single file. Several files of a folder are written to a hidden folder beside
-them, `.table.npy.<process>.partial`. One rename of this folder to `.table.npy.switch` replaces all
+them, `.table.npy.<token>.partial`. One rename of this folder to `.table.npy.switch` replaces all
 old files at once. Then each file is moved to its own name, and the empty folder is removed.
 
 A reader looks for a file in the switch folder first and under its own name second. A kill after the
-switch leaves files in the switch folder, and the next replacement moves them first. No process
-waits for a lock: a rename cannot replace a switch folder that has files, and any process that finds
+switch leaves files in the switch folder, and the next replacement moves them first. The switch
+needs no lock: a rename cannot replace a switch folder that has files, and any process that finds
 one moves its files to their names.
 """
 

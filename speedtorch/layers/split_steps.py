@@ -38,7 +38,8 @@ __all__ = [
     "swapped_optimizers",
 ]
 
-# The most small parameters in total, and in one group with equally many dimensions.
+# The maximum number of small parameters in total. The second number limits parameters of equally
+# many dimensions in a group with more than twice as many parameters.
 _MOST, _MOST_ALIKE = 24, 2
 _SIZE = 6
 """The most elements in a dimension of a small parameter."""

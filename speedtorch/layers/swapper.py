@@ -49,7 +49,8 @@ class Swapper:
     Raises:
         TypeError: an argument has the wrong type. An optimizer steps all parameters at once
             (LBFGS), wraps another optimizer (Lookahead), or keeps tensors within lists or dicts. A
-            tensor has a custom class that is not a frozen wrapper with `__tensor_flatten__`.
+            module contains a speedtorch Embedding. A tensor has a custom class that is not a frozen
+            wrapper with `__tensor_flatten__`.
         ValueError: there is no module, modules share a tensor, or a module contains another. An
             optimizer is given twice, or does not step each parameter separately (checked with small
             copies). The budget is no number of bytes. A tensor is sparse, quantized, on the meta

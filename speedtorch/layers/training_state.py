@@ -84,8 +84,8 @@ class SleepReport:
     """Device bytes that torch's allocator reserves, for loaded tensors and for memory pools such as
     those of CUDA graphs."""
     left: tuple[str, ...]
-    """Names of tensors that remain on the device: their storage is shared with a part that remains,
-    or does not belong to torch's allocator."""
+    """Names of tensors that remain on the device: a part that remains shares their storage, their
+    storage does not belong to torch's allocator, or their part was offloaded before."""
 
     def __str__(self) -> str:
         offloaded = ", ".join(f"{part} {text_of(count)}" for part, count in self.asleep.items())

@@ -80,7 +80,8 @@ class BatchExchange(Switcher):
             retrievedNegIndexes: More ids, whose rows follow.
 
         Raises:
-            IndexError: An id is out of range; the loaded rows do not change.
+            IndexError: An id is out of range; the loaded rows do not change. With ids on a GPU, the
+                next op raises instead, and the loaded rows are zeros.
         """
         device, fields = self._device(), self._rows().items()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
@@ -99,7 +100,8 @@ class BatchExchange(Switcher):
             retrievedNegIndexes: The ids that beforeForwardPass received.
 
         Raises:
-            IndexError: An id is out of range; the table does not change.
+            IndexError: An id is out of range; the table does not change. With ids on a GPU, the
+                next op raises instead.
             ValueError: The numbers of ids and rows differ.
             RuntimeError: beforeForwardPass was not called. With sumDuplicates also: an earlier call
                 has added the changes and then raised.

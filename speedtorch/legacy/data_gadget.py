@@ -98,7 +98,8 @@ class GadgetSwitcher(OneField):
             The result of NumPy; for ids `[*indexes.shape, ...]`, ready for use as variable data.
 
         Raises:
-            IndexError: An id is out of range.
+            IndexError: An id is out of range. With ids on a GPU, the next op raises instead,
+                and the result is zeros.
         """
         device = self._device()
         field, ids = self._selected(indexes, retrievedNegIndexes, device)
@@ -130,7 +131,8 @@ class GadgetSwitcher(OneField):
             retrievedNegIndexes: See getData.
 
         Raises:
-            IndexError: An id is out of range; nothing has changed.
+            IndexError: An id is out of range; nothing has changed. With ids on a GPU, the next op
+                raises instead.
             ValueError: The number of rows or the shape does not match; nothing has changed.
         """
         where = self._rows()["weight"].device

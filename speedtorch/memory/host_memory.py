@@ -76,7 +76,8 @@ def empty(
     """Allocates a zeroed tensor in host memory, without rounding its size up.
 
     Memory other than plain is near the current GPU, if that NUMA node has free bytes. The memory is
-    freed after the tensor dies and the GPU work that used it is complete.
+    freed after the tensor dies and the GPU work that used it is complete. If a captured CUDA graph
+    may use the memory, it is freed only after `speedtorch.memory.release`.
 
     Args:
         size: Number of elements, or shape.
@@ -230,7 +231,7 @@ def memory_kind(tensor: Tensor) -> str:
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes of host memory that this process has allocated or pinned with speedtorch, by kind.
+    """Bytes of host memory that speedtorch has allocated or pinned here and not freed, by kind.
 
     "captured" counts memory of dead tensors that a captured CUDA graph may still use.
 
