@@ -5,8 +5,8 @@ event. Work that the program queues on the tensors later would access reused mem
 module that is not in use therefore have a subclass, whose `__torch_function__` reports operations
 that read or write elements. Within the operation the tensors are plain, and its results are plain.
 
-Under `auto()`, an operation that computes with a module's tensors is a use of the module, like a
-call of the module.
+Under `auto()`, most operations that compute with a module's tensors load the module, like a call of
+the module; see _loads().
 """
 
 from __future__ import annotations

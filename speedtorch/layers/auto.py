@@ -1,6 +1,6 @@
 """AutoOffload: loads modules when forward and backward reach them, and prefetches the next modules.
 
-**Operations.** An operation on a module's tensors outside its forward also counts as a call.
+**Operations.** An operation outside a module's forward that loads the module counts as a call, too.
 
 **Order.** The predicted order of calls decides evictions: the module whose next use is farthest is
 evicted first. Optimizer state that is needed later than its module is evicted before the module.

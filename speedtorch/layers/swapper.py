@@ -200,8 +200,8 @@ class Swapper:
     def touch(self, *modules: nn.Module) -> None:
         """Marks tensors of modules as changed, after changes that torch's versions do not count.
 
-        Call this after changes such as `parameter.data.mul_(0.9)` on the device, which are
-        otherwise not written back. Optimizer steps are detected without this call.
+        Call this after changes such as `parameter.data.mul_(0.9)` within `use`, which are otherwise
+        not written back. Optimizer steps are detected without this call.
 
         Args:
             *modules: modules as in `use`.
@@ -263,12 +263,13 @@ class Swapper:
     def auto(self, *, step: bool = False, ahead: int = 3) -> AutoOffload:
         """Loads modules when forward or backward reaches them, and prefetches the next modules.
 
-        The order of prefetches is recorded from earlier calls. An operation on a module's tensors
-        outside its forward loads the module too. Inputs on another device are copied to the
-        modules' device. A module may be evicted between its forward and backward; the backward
-        loads it again. A second derivative (create_graph=True) does not load an evicted module, and
-        raises RuntimeError. The effect lasts until remove() or another auto(), or as long as the
-        model, even without references to the Swapper.
+        The order of prefetches is recorded from earlier calls. An operation that computes with a
+        module's tensors outside its forward loads the module too; printing, saving and in-place
+        writes do not. Inputs on another device are copied to the modules' device. A module may be
+        evicted between its forward and backward; the backward loads it again. A second derivative
+        (create_graph=True) does not load an evicted module, and raises RuntimeError. The effect
+        lasts until remove() or another auto(), or as long as the model, even without references to
+        the Swapper.
 
         Args:
             step: whether to step each module in the backward pass once its gradients are complete,
