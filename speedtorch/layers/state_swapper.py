@@ -216,8 +216,8 @@ class StateSwapper:
     This halves the bytes in host memory and over the link. Rounded are float32 state tensors with
     the shape of a float32 parameter, such as Adam's `exp_avg` and `exp_avg_sq`. Between steps they
     have the 16-bit dtype. The random numbers depend on an element's position in its tensor, and on
-    how many tensors this swapper has rounded before. Ranks that step the same parameters therefore
-    round alike.
+    the number and sizes of the tensors that this swapper has rounded before. Ranks that step the
+    same parameters therefore round alike.
 
     Args:
         optimizer: one or several optimizers that step each parameter separately. Wrappers from

@@ -20,8 +20,8 @@ _ROW = 1024
 class StoredState:
     """Rounds state tensors to 16 bits after a step, and makes them float32 before the next step.
 
-    Random numbers are a function of an element's position in its tensor and of the number of
-    tensors rounded before, so that all ranks that step the same parameters round alike.
+    Random numbers are a function of an element's position in its tensor and of the number and sizes
+    of the tensors rounded before, so that all ranks that step the same parameters round alike.
 
     Args:
         dtype: The dtype between steps, torch.bfloat16.
