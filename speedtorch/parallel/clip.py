@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,17 +86,16 @@ def clip_grad_norm_(
     def power_of(gradients: list[Tensor]) -> Tensor:
         """The norm to the power of its order, or the norm itself if the order is inf."""
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device)
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # powers overflow float16
+        norm = _full_tensor(norm, largest) if hasattr(norm, "full_tensor") else norm
+        norm = norm.to(device, torch.promote_types(norm.dtype, torch.float32))  # float16 overflows
         return norm if largest else norm**norm_type
 
     parts = [power_of(gradients) for gradients in _apart(whole)]
     for ranks in sorted(own, key=lambda ranks: ranks.name):  # the order may differ among ranks
         device_of_rows, dtype = places[ranks]
         part = power_of(own[ranks]).to(device_of_rows, dtype)
-        parts.append(
-            (ranks.all_reduce_max_(part) if largest else ranks.all_reduce_sum_(part)).to(device)
-        )
+        part = _maximum(part, ranks.all_reduce_max_) if largest else ranks.all_reduce_sum_(part)
+        parts.append(part.to(device))
     total = reduce(torch.maximum if largest else torch.add, parts)
     norm = total if largest else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -107,6 +107,21 @@ def clip_grad_norm_(
     for parameters in _apart(given):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
+
+
+def _full_tensor(norm: Any, is_maximum: bool) -> Any:
+    """All-reduces the norm of DTensors."""
+
+    def all_reduce(local: Tensor) -> Any:
+        return norm.from_local(local, norm.device_mesh, norm.placements).full_tensor()
+
+    return _maximum(norm.to_local(), all_reduce) if is_maximum else norm.full_tensor()
+
+
+def _maximum(norm: Tensor, all_reduce_max: Callable[[Tensor], Tensor]) -> Tensor:
+    """The maximum norm of the ranks, or NaN if a norm is NaN; gloo and NCCL drop NaN."""
+    reduced = all_reduce_max(torch.stack([norm, norm.isnan().to(norm.dtype)]))
+    return reduced[0].masked_fill(reduced[1].bool(), float("nan"))
 
 
 def _apart(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -208,7 +208,7 @@ class Ranks:
         return number
 
     def all_reduce_max_(self, number: Tensor) -> Tensor:
-        """All-reduces numbers by their maximum, in place."""
+        """All-reduces numbers, none of them NaN, by their maximum, in place."""
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._row_group)
         return number
 

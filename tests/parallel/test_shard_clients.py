@@ -154,6 +154,9 @@ def test_rows_are_clipped_by_a_norm_with_the_parameters_of_fully_shard(norm_type
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     clipped = torch.linalg.vector_norm(own_gradient(model.rows), float("inf"))
     assert 0 < clipped <= 0.25
+    if dist.get_rank() == 1:
+        next(model.layers.parameters()).grad.to_local().fill_(float("nan"))
+    assert clip_grad_norm_(model.parameters(), 0.25, norm_type).isnan()
 
 
 @BACKENDS
