@@ -34,7 +34,8 @@ def clip_grad_norm_(
     Args:
         parameters: The parameters whose gradients are clipped.
         max_norm: The maximum norm of the gradients.
-        norm_type: The order of the norm; inf is the maximum norm.
+        norm_type: The order of the norm; inf is the maximum norm. With sharded rows the order must
+            be positive.
         error_if_nonfinite: Raise if the norm is infinite or NaN.
         foreach: Use torch's foreach functions; None: use them if they are faster.
 
@@ -42,6 +43,7 @@ def clip_grad_norm_(
         The norm before clipping.
 
     Raises:
+        ValueError: Rows are sharded, and `norm_type` is not positive.
         RuntimeError: The norm is infinite or NaN and `error_if_nonfinite` is set; nothing has
             changed.
 
@@ -63,6 +65,11 @@ def clip_grad_norm_(
     for parameter in given:
         rows = rows_of_parameter(parameter)
         ranks = None if rows is None else ranks_of(rows)
+        if ranks is not None and not norm_type > 0:  # rows without a gradient would count
+            raise ValueError(
+                "clip_grad_norm_: with sharded rows norm_type must be a positive number or inf, got"
+                f" {norm_type}. No gradient has changed."
+            )
         found = whole if ranks is None else own.setdefault(ranks, [])
         if rows is None or ranks is None:
             gradient = parameter.grad

@@ -397,6 +397,18 @@ def test_all_ranks_clip_by_the_norm_of_the_whole_model(sparse: bool) -> None:
 
 
 @on_ranks
+def test_an_order_of_the_norm_that_is_not_positive_raises() -> None:
+    model = Biased()
+    shard(model)
+    model(local_ids(1)).sum().backward()
+    for norm_type in (0.0, -1.0, -float("inf"), float("nan")):
+        message = f"norm_type must be a positive number or inf, got {norm_type}"
+        with pytest.raises(ValueError, match=message):
+            clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    assert torch.equal(model.bias.grad, torch.ones_like(model.bias))
+
+
+@on_ranks
 @RANKS
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_nan_in_a_gradient_of_one_rank_is_the_norm_on_all_ranks(norm_type: float) -> None:
