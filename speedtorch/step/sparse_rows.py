@@ -462,6 +462,8 @@ def _of_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     contents = [leaf.content for leaf in first if isinstance(leaf, SparseRows)]
     _check_alike(name, args, contents)
     is_simple = name in _KEEP_ZEROS and not (rest and isinstance(rest[0], list | SparseRows))
+    if name == "_foreach_norm" and rest and rest[0] < 0:  # zero rows make the norm zero
+        is_simple = False
     if (sign := _CLAMPS.get(name)) is not None:
         is_simple = isinstance(rest[0], int | float) and rest[0] * sign >= 0
     scales: list[_Scales | None] = [content.scales for content in contents]

@@ -87,7 +87,7 @@ def test_its_repr_does_not_lie(
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf"), 0.0, -1.0, -float("inf")])
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, speedtorch.clip_grad_norm_])
 def test_it_is_clipped_as_by_torch(
     module: speedtorch.Embedding, clip: Any, norm_type: float, foreach: bool | None
