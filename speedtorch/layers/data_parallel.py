@@ -60,16 +60,31 @@ and their gradient hooks refer to the Averaging only weakly.
 
 _averaged: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
 _averaged = weakref.WeakKeyDictionary()
-"""The ids of the parameters that each DistributedDataParallel does not ignore."""
+"""The ids that _averaged_ids() has returned for each DistributedDataParallel."""
 
 _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """The DistributedDataParallels that have allocated their final buckets."""
 
 
 def averaged_parameters() -> frozenset[int]:
-    """The ids of trained parameters in all DistributedDataParallels created so far."""
-    parameters = chain.from_iterable(wrapper.parameters() for wrapper in _registry.alive)
-    return frozenset(id(param) for param in parameters if param.requires_grad)
+    """The ids of parameters that the DistributedDataParallels created so far do not ignore."""
+    return frozenset(chain.from_iterable(map(_averaged_ids, _registry.alive)))
+
+
+def _averaged_ids(wrapper: DistributedDataParallel) -> frozenset[int]:
+    """The ids of the parameters that a wrapper does not ignore, by the names that its reducer uses.
+
+    A parameter with several names is averaged if one of them is not ignored. The model's own
+    parameters are averaged in any case, because the reducer compares names such as ".weight".
+    """
+    if wrapper not in _averaged:  # the reducer keeps the parameters alive, so ids remain valid
+        _averaged[wrapper] = frozenset(
+            id(param)
+            for prefix, module in wrapper.module.named_modules()
+            for name, param in module.named_parameters(recurse=False)
+            if f"{prefix}.{name}" not in wrapper.parameters_to_ignore
+        )
+    return _averaged[wrapper]
 
 
 class _NodeLink(torch.autograd.Function):
@@ -181,10 +196,8 @@ class Averaging:
 
     def _averaged_by(self, wrapper: DistributedDataParallel) -> list[nn.Parameter]:
         """The module's trained parameters that the wrapper does not ignore."""
-        if wrapper not in _averaged:  # the reducer keeps the parameters alive, so ids remain valid
-            ignored, named = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
-            _averaged[wrapper] = frozenset(id(param) for n, param in named if n not in ignored)
-        return [param for param in self._trained() if id(param) in _averaged[wrapper]]
+        averaged = _averaged_ids(wrapper)
+        return [param for param in self._trained() if id(param) in averaged]
 
     def _add_to(self, wrapper: DistributedDataParallel, averaged: Iterable[nn.Parameter]) -> None:
         if wrapper not in _members:

@@ -153,7 +153,7 @@ def check_offloaded(parameters: Iterable[Tensor]) -> None:
                 )
             else:
                 tensors[str(len(tensors))] = tensor
-        if id(param) in averaged:
+        if param.requires_grad and id(param) in averaged:
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is in host memory, and"
                 " DistributedDataParallel would not find its gradient after a step on the device."

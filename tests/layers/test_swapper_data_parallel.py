@@ -18,7 +18,7 @@ from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtorch.layers import Swapper, tensor_group
+from speedtorch.layers import StateSwapper, Swapper, tensor_group
 
 MODULES, WIDTH = 4, 16
 
@@ -252,3 +252,49 @@ def test_modules_that_data_parallel_ignores_may_be_stepped_in_backward() -> None
     with Swapper(modules, optimizers[0], device="cpu").auto(step=True):
         DistributedDataParallel(models[0])(batch(0)).sum().backward()
     assert not torch.equal(modules[0].weight, before["0.weight"])
+
+
+class Named(nn.Module):
+    """A parameter of its own, one of two layers, and a layer with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first, self.second, layer = (nn.Linear(1, 1, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.layer = self.again = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x)) + self.layer(x) + self.scale
+        return found
+
+
+@on_ranks
+def test_only_parameters_that_data_parallel_averages_raise_if_stepped_from_host_memory() -> None:
+    """The number of averaged parameters also states what torch does with each name."""
+    for ignored, count in (
+        (["layer.weight"], 2),
+        (["again.weight"], 3),
+        (["first.weight"], 3),
+        (["first.weight", "second.weight"], 2),
+        (["scale"], 3),
+    ):
+        model = Named()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        wrapper = DistributedDataParallel(model)
+        wrapper(torch.full((1, 1), 1.0 + dist.get_rank())).sum().mul(1 + dist.get_rank()).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            gradients = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(gradients, param.grad)
+            optimizer = optim.SGD([param], lr=0.1)
+            StateSwapper(optimizer, budget="1KiB", device="cpu")
+            if not torch.equal(*gradients):
+                optimizer.step()
+                continue
+            count -= 1
+            with pytest.raises(ValueError, match="DistributedDataParallel would not find its"):
+                optimizer.step()
+            param.requires_grad_(False)
+            optimizer.step()
+        assert count == 0
