@@ -140,6 +140,15 @@ def _stand_in_for_large(left: list[Any], memo: dict[int, Any]) -> None:
         vars(stand_in).update({n: memo[id(v)] for n, v in held.items() if id(v) in memo})
 
 
+def _first_value(value: Any) -> Any:
+    """Copies a value, except a subclass of Tensor, which may not support clone().
+
+    The probe raises for a state entry of such a class later.
+    """
+    is_plain = not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter)
+    return snapshot(value) if is_plain else value
+
+
 class Recorder(dict[str, Any]):
     """A parameter's state that records each entry's first value in `first`.
 
@@ -158,16 +167,13 @@ class Recorder(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.first.get(name) is None:
-            first = self._defaults.pop(name, value)
-            # Subclasses of Tensor may not support clone(). The probe raises for such entries later.
-            plain = not isinstance(first, Tensor) or type(first) in (Tensor, nn.Parameter)
-            self.first[name] = snapshot(first) if plain else first
+            self.first[name] = _first_value(self._defaults.pop(name, value))
         super().__setitem__(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Like dict.get(); the default becomes the first value of an entry assigned later."""
         if name not in self and default is not None:
-            self._defaults[name] = snapshot(default)
+            self._defaults[name] = _first_value(default)
         return super().get(name, default)
 
     def __ior__(self, other: Any) -> Recorder:  # type: ignore[override,misc]

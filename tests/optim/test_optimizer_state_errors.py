@@ -225,14 +225,16 @@ class SmallOnly(Own):
 
 
 class Marked(Tensor):
-    """A tensor that may keep its numbers in another way."""
+    """A tensor that keeps its numbers in another way."""
+
+    def clone(self, *, memory_format: torch.memory_format | None = None) -> Marked:
+        raise NotImplementedError("no clone")
 
 
 class KeepsMarked(Own):
     def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if "mean" not in state:
-            state["mean"] = torch.zeros_like(parameter).as_subclass(Marked)
+        state["mean"] = state.get("mean", torch.zeros_like(parameter).as_subclass(Marked))
         parameter.sub_(gradient, alpha=group["lr"])
 
 
