@@ -37,14 +37,14 @@ Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Block(NamedTuple):
-    """A block of rows outside a table, with the rows to write to the table or to load from it."""
+    """Memory with rows to write to a table, or for rows to load from a table."""
 
     rows: Sequence[Tensor]
     """One tensor `[n, ...]` for each field."""
     ids: Tensor
     """Ids of the rows to copy, ascending."""
     places: Tensor | None = None
-    """Positions of the ids in the block; by default the first rows, in order."""
+    """Positions of these rows in `rows`; by default 0 to `len(ids) - 1`."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -156,7 +156,7 @@ class RowStore:
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """Plans ids `[n]` and loads their rows as `load` does; returns the result of the op.
+        """Plans ids `[n]` and loads their rows as `load` does; see ops.functions.load_batch.
 
         If `evicts` is false, the caller writes the rows of `outgoing` to the table later.
         """

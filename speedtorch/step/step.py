@@ -69,8 +69,8 @@ class Prefetched(NamedTuple):
 
     batch: Batch
     rows: Rows
-    """Rows copied from the step before may be newer than the table's. Empty for a FixedSizeBatch,
-    whose rows have their own memory."""
+    """Rows that the transfer copied from the step before may be newer than the table's. Empty for a
+    FixedSizeBatch, whose rows have their own memory."""
 
 
 class LookupPlaces(NamedTuple):

@@ -54,7 +54,7 @@ class Bags(NamedTuple):
         return pooled
 
     def share(self, gradient: Tensor) -> Tensor:
-        """The gradient of each row of a bag from the bag's gradient, multiplied as in torch."""
+        """Divides each bag's gradient, multiplying by the divisor's reciprocal as torch does."""
         return gradient if self.divisors is None else gradient * self.divisors.reciprocal()
 
 
@@ -136,7 +136,7 @@ class TrainedRows(WholeWeight):
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0
     ) -> tuple[Tensor, Tensor]:
-        """Looks up ids, whose rows join the step until the optimizer's next step ends.
+        """Looks up ids, whose rows join the current step.
 
         Returns positions in the shape of the ids and the step's rows `[n, ...]`, both on the
         device. The padding row is the last. Backward adds gradients of the rows to the parameter.
