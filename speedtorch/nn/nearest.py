@@ -66,7 +66,7 @@ def nearest_neighbors(
     if metric not in _METRICS:
         raise ValueError(f"metric: expected 'cosine' or 'dot', got {metric!r}")
     _check_queries(emb, queries)
-    wanted_rows = f"of the table's {emb.num_embeddings:,} rows"
+    wanted_rows = f"a number of the table's {emb.num_embeddings:,} rows"
     if emb.num_embeddings == 0:
         raise ValueError("emb: expected a table with rows, got an empty one")
     k = checked_count("k", k, wanted_rows, emb.num_embeddings)

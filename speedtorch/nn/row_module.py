@@ -72,7 +72,7 @@ class Steps(Protocol):
         """Announces the result of plan_announced()."""
 
     def give_up(self) -> None:
-        """Discards a batch that was announced or looked up."""
+        """Discards announced ids, and lets the next lookup begin a new step."""
 
     def start_loop(self, loop: object) -> bool:
         """Starts planning ahead for a loop; returns False if another loop plans already."""
@@ -360,7 +360,8 @@ class RowModule(nn.Module):
 
     def _count_new_rows(self, before: int, total: int, rows: Tensor | None) -> int:
         """Returns the number of rows that resize() adds to `before`; raises its errors."""
-        name, count = self._label(), checked_count("num_embeddings", total, "rows") - before
+        name = self._label()
+        count = checked_count("num_embeddings", total, "the new number of rows") - before
         self._check_use()
         if self.trained_rows.table.shard_spec is not None:
             raise NotImplementedError(
@@ -517,6 +518,8 @@ class RowModule(nn.Module):
 
         - The first lookup of one of the tensors loads the rows of all. If the step omits some of
           the tensors, optimizer.step() raises RuntimeError before any row changes.
+        - After the first lookup of a step, announce() loads the rows at once, and the step must
+          look up the tensors.
         - If the step looks up none of them, their rows do not change. The optimizer's step and
           load_state_dict() end the announcement; zero_grad() before the lookups does not.
         - Several calls announce ids of one step, looked up in the order of the calls. If a later
@@ -524,9 +527,9 @@ class RowModule(nn.Module):
           a step that raised an exception are discarded in this way.
 
         Ids on the CPU are recognized by their values, ids on a GPU only as the same unchanged
-        tensor. If a step looks up another tensor instead (a slice, a view, a copy on another
-        device), optimizer.step() raises only if both tensors are on the CPU and an announced id was
-        not looked up.
+        tensor. If a step looks up one announced tensor, but in place of a second one a slice, a
+        view or a copy on another device, optimizer.step() raises only if these tensors are on the
+        CPU and an announced id was not looked up.
 
         Args:
             *ids: The tensors that the lookups will receive, of any shape, on the CPU or a GPU.

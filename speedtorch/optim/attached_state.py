@@ -70,7 +70,7 @@ class AttachedState(StepState):
             raise
 
     def expect(self, loading: Loading | None) -> None:
-        """Sets the state that complete() loads after load_state_dict has returned."""
+        """Sets the state that complete() loads once the optimizer's own part is loaded."""
         self.loading = loading
 
     def before_step(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
@@ -232,8 +232,8 @@ class SavedState:
     """Hooks of an attached optimizer's state_dict() and load_state_dict(), until remove().
 
     If a class defines its own load_state_dict(), that method loads first, and the loaded per-row
-    state is then copied to the tables. A class whose own state_dict() does not call torch's hooks
-    raises ValueError.
+    state is then copied to the tables. The constructor raises ValueError if the class has its own
+    state_dict() that does not call torch's hooks.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -49,7 +49,11 @@ class NewTable:
         return rows * lay_out(self.weight).record_bytes if allocates_host_memory(self.memory) else 0
 
     def wait(self) -> None:
-        """Registers this table as waiting. Without torch.distributed, raises if not all fit."""
+        """Registers this table as waiting for its allocation.
+
+        Raises MemoryError if all waiting tables need more than the available host memory, except
+        with torch.distributed: a rank may keep only a shard.
+        """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         needed, waiting = self.bytes_of(self.rows), list(_waiting)
         if needed and not distributed and host_memory.is_checked():

@@ -3,9 +3,11 @@
 A weight row and its optimizer state are adjacent (`[weight | exp_avg | exp_avg_sq]`), so one run of
 bytes crosses PCIe or NVLink-C2C for them. Fields of one dtype keep the given order, without
 padding. Fields of different dtypes are sorted by descending item size, with padding only at the end
-of the record. In a long record, fields whose size is a multiple of 16 bytes come first, and the
-record is padded to a multiple of 16. Otherwise a row of 128 numbers and a single number would allow
-only accesses of 4 bytes.
+of the record.
+
+A record of 128 bytes or more is an exception if only some of its fields are multiples of 16 bytes.
+These fields come first, and the record is padded to a multiple of 16. Otherwise a row of 128
+numbers and a single number would allow only accesses of 4 bytes.
 """
 
 from __future__ import annotations

@@ -93,10 +93,10 @@ class _Lease:
 class ResidentRows:
     """The most used records of a file, in slots of host memory.
 
-    A changed record is written to the file when its slot gets another row, and by write_back().
-    A module of the table serializes its own calls. Garbage collection or another thread may call
-    write() and write_back() within slots(). A forked child begins with empty slots, because its
-    parent process writes the changed records.
+    A changed record is written to the file when its slot gets another row, and by write() and
+    write_back(). A module of the table serializes its own calls. Garbage collection or another
+    thread may call write() and write_back() within slots(). A forked child begins with empty slots,
+    because its parent process writes the changed records.
 
     Args:
         slots: The memory of the slots.

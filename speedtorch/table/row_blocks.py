@@ -98,7 +98,10 @@ def draw_rows(
         steps = recorder.steps
     continuous = field.dtype.is_floating_point or field.dtype.is_complex
     if any(step.random for step in steps) and not continuous:
-        raise ValueError(f"random numbers need a floating or complex field, got {field.dtype}")
+        raise ValueError(
+            f"init_: random numbers need a floating or complex field, got {field.dtype}. Use"
+            " fill_(), or a field of another dtype."
+        )
     if steps:
         _draw_elements(field, dtype, steps, int(seed), progress, share)
     elif share is not None:
