@@ -244,10 +244,11 @@ class Requests:
             self._consensus.stop(fault)
 
     def before_step(self, compared: set[object], *, fails: bool) -> None:
-        """Raises DisagreementError on all ranks unless all are about to step.
+        """With a barrier, raises DisagreementError on all ranks unless all are about to step.
 
         An optimizer calls this before it steps the rows, or `fails` to, without holding a lock.
-        Ranks on one machine compare once for all tables, which `compared` records.
+        Ranks compare once for all tables, which `compared` records. Ranks without a barrier do not
+        compare.
         """
         if self._ranks.has_barrier and self._ranks not in compared:
             compared.add(self._ranks)
