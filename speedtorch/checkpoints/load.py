@@ -196,7 +196,10 @@ def _prepared(
             continue
         if not isinstance(state, list) or len(part) != len(state):
             text = f"a list of {len(state)}" if isinstance(state, list) else "no list"
-            raise ValueError(f"{name}: {text} was saved, got a list of {len(part)}")
+            raise ValueError(
+                f"{name}: {text} was saved, got a list of {len(part)}. Pass objects as to save()."
+                " Nothing has been loaded."
+            )
         names = [f"{name}[{at}]" for at in range(len(part))]
         pairs += zip(names, part, state, strict=True)
     known = [check_loads(*pair) for pair in pairs]

@@ -50,8 +50,8 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
     is_known = isinstance(part, nn.Module | Optimizer)
     if not isinstance(state, Mapping) and (is_known or isinstance(part.state_dict(), Mapping)):
         raise ValueError(
-            f"{name}: a {type(part).__name__} loads a dict, but a {type(state).__name__} was saved"
-            f" under this name. Pass the object that was saved. {_UNCHANGED}"
+            f"{name}: {type(part).__name__} loads a dict, but the value saved under this name is of"
+            f" type {type(state).__name__}. Pass the object that was saved. {_UNCHANGED}"
         )
     if isinstance(part, nn.Module):
         return _check_module(name, part, state)

@@ -95,7 +95,9 @@ def _dense(name: str, tensor: Tensor) -> Tensor:
         what = "one on the meta device" if tensor.is_meta else what
         raise ValueError(f"{name}: expected a dense tensor with elements, got {what}")
     if tensor.dtype not in safetensors_format.DTYPES.values():
-        raise ValueError(f"{name}: safetensors files cannot hold {tensor.dtype}")
+        raise ValueError(
+            f"{name}: safetensors files cannot hold {tensor.dtype}. Convert the tensor first."
+        )
     tensor = tensor.resolve_conj().resolve_neg()
     is_in_rows = tensor.dim() > 0 and tensor.numel() > 0 and tensor[0].is_contiguous()
     return tensor if is_in_rows else tensor.contiguous()

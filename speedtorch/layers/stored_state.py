@@ -32,8 +32,8 @@ class StoredState:
         check_mode(mode, dtype)
         if dtype != torch.bfloat16:
             raise ValueError(
-                f"stored: expected torch.bfloat16, got {dtype}. In float16, squares of gradients"
-                " become 0."
+                f"stored: expected torch.bfloat16 or None, got {dtype}. float16 is unsupported,"
+                " because squares of gradients would become 0."
             )
         self.dtype, self.mode = dtype, mode
         self._keys: dict[torch.device, Tensor] = {}

@@ -211,7 +211,10 @@ def unpin_memory_(tensor: Tensor) -> Tensor:
         See `pin_memory_`.
     """
     if id(tensor) not in _pinned:
-        raise ValueError("unpin_memory_: the tensor was not pinned with pin_memory_")
+        raise ValueError(
+            "unpin_memory_: the tensor was not pinned with pin_memory_. Pass the tensor object that"
+            " was pinned, not a view."
+        )
     finalizer, pin = _pinned[id(tensor)]
     _ops.host_unregister(pin, False)
     finalizer.detach()

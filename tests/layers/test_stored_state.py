@@ -192,7 +192,7 @@ def test_wrong_arguments_raise(device: str) -> None:
     weight = nn.Parameter(torch.zeros(2, device=device))
     optimizer = optim.Adam([weight])
     for dtype in (torch.float16, torch.float32, "bfloat16"):
-        with pytest.raises(ValueError, match="stored: expected torch.bfloat16, got"):
+        with pytest.raises(ValueError, match="stored: expected torch.bfloat16 or None, got"):
             StateSwapper(optimizer, budget=1, stored=dtype)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rounding: 'nearest' is for rows stored in 16 bits"):
         StateSwapper(optimizer, budget=1, rounding="nearest")
