@@ -117,11 +117,11 @@ lint: setup ## format, lint and types
 
 # tests/sanitized.py builds a separate package with only the CPU kernels, and runs these tests with it.
 TESTS_OF_BOUNDS := $(addprefix tests/memory/test_memory,.py _errors.py) \
-    $(addprefix tests/ops/test_,chunk_digests.py argument_overlaps.py \
+    $(addprefix tests/ops/test_,append_ids.py chunk_digests.py argument_overlaps.py \
     argument_faults.py argument_errors.py index_errors.py pinned_gather.py \
     pinned_scatter.py pinned_copy.py optimizer_state_swap.py swap_places.py counted.py plan.py \
     sum_rows.py cpu_threads.py pool_rows.py round_rows.py shard_ids.py table_ids.py) \
-    tests/table/test_resident_rows.py
+    tests/step/test_many_lookups.py tests/table/test_resident_rows.py
 # Tests of torch's threads within an op, of the library's threads, and of concurrent Python threads.
 # One test is deselected, because the sanitizer's shadow memory counts as resident memory.
 TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
