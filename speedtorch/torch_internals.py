@@ -173,7 +173,7 @@ sparse_values = Tensor._values
 """The values of a sparse tensor, coalesced or not, without a copy and without autograd."""
 
 sparse_indices = Tensor._indices
-"""The indices of a sparse tensor, likewise."""
+"""The indices of a sparse tensor, coalesced or not, without a copy and without autograd."""
 
 sparse_coo: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.default
 """Creates a sparse tensor from indices, values and a shape, as torch's autograd does.

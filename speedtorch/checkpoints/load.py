@@ -163,7 +163,7 @@ def _prepared(
     verify: bool,
     progress: bool | None,
 ) -> Callable[[], dict[str, Any]]:
-    """Reads and checks all parts; returns a function that loads `parts` and returns the others."""
+    """Reads and checks all parts; returns a function that loads `parts` and returns the rest."""
 
     def check_files(links: Sequence[SavedGeneration]) -> None:
         """Compares the files of `links` with their digests, if `verify` is set."""

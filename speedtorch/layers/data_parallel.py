@@ -67,7 +67,7 @@ _placed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def averaged_parameters() -> frozenset[int]:
-    """The ids of parameters that the DistributedDataParallels created so far do not ignore."""
+    """The ids of parameters that a living DistributedDataParallel averages."""
     return frozenset(chain.from_iterable(map(_averaged_ids, _registry.alive)))
 
 
@@ -157,9 +157,9 @@ class Averaging:
         """Checks a use of the module if it is in a DistributedDataParallel's forward.
 
         Raises NotImplementedError in three cases. auto(step=True) steps the module in the backward,
-        before its gradients are averaged. Gradients are views of buckets, but a move gives them
-        other memory. The wrapper searches the graph for parameters' nodes, and moves have replaced
-        these nodes.
+        before its gradients are averaged. With gradient_as_bucket_view=True, gradients must remain
+        views of buckets, but a move gives them other memory. With find_unused_parameters=True, the
+        wrapper searches the graph for the parameters' nodes, which moves have replaced.
         """
         wrapper = active_data_parallel()
         if wrapper is None or not (averaged := self._averaged_by(wrapper)):

@@ -234,7 +234,7 @@ def memory_kind(tensor: Tensor) -> str:
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes of host memory that speedtorch has allocated or pinned here and not freed, by kind.
+    """Bytes of host memory that speedtorch has allocated or pinned in this process, by kind.
 
     "captured" counts memory of dead tensors that a captured CUDA graph may still use.
 

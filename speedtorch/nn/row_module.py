@@ -241,6 +241,15 @@ class RowModule(nn.Module):
         self._finalizer = weakref.finalize(self, self.trained_rows.release)
         self._finalizer.atexit = False
 
+    def check_shardable(self) -> None:
+        """Raises RuntimeError if the rows have been used, ValueError if `cache_rows` was passed."""
+        if self._cache_rows is not None:
+            raise ValueError(
+                f"{self._label()}: cache_rows cannot be used with sharded rows, because it names"
+                " rows of the whole table. Build the module with cache= only."
+            )
+        self.trained_rows.table.check_unused()
+
     def keep_shard(
         self, shard_spec: ShardSpec, lookups: Callable[[TrainedRows, int | None], Lookups]
     ) -> None:
@@ -248,14 +257,8 @@ class RowModule(nn.Module):
 
         `lookups` receives the shard's rows and the id of the padding row in the shard. If the shard
         does not contain this row, the id is None, or with a capacity the number of the shard's
-        rows. Raises RuntimeError if the rows have been used, and ValueError if `cache_rows` was
-        passed. Nothing has changed then.
+        rows. Call check_shardable() first.
         """
-        if self._cache_rows is not None:
-            raise ValueError(
-                f"{self._label()}: cache_rows cannot be used with sharded rows, because it names"
-                " rows of the whole table. Build the module with cache= only."
-            )
         table = self.trained_rows.table.sharded(shard_spec)
         padding = shard_spec.place(self.padding_idx)
         if self.capacity is not None and padding is None:

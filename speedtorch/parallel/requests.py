@@ -102,7 +102,7 @@ class Requests:
         sharding: Maps each row to its owner.
         ranks: The ranks that own the rows.
         number: The table's number, the same on all ranks.
-        no_row: With a capacity the id that stands for no row, or the id of the padding's row.
+        no_row: With a capacity, the index of unused ids in a block; see FixedRequest.
         padded: Whether some rank owns the padding's row.
     """
 

@@ -68,7 +68,7 @@ def _modules_of(model: nn.Module) -> dict[str, RowModule]:
                 f"{name}: rows with padding_idx, max_norm and capacity together cannot be sharded,"
                 " because max_norm would change the row of padding_idx. Omit one of the three."
             )
-        module.trained_rows.table.check_unused()
+        module.check_shardable()
     return named
 
 

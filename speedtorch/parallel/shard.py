@@ -53,9 +53,9 @@ def shard(
         TypeError: process_group is a DeviceMesh.
         NotImplementedError: A module has scale_grad_by_freq, or has a padding_idx, a max_norm and a
             capacity together.
-        ValueError: The model has no such module, this process is not in the group, the group
-            cannot have its own communicators, another rank raises one of these errors, or ranks
-            differ in their modules, settings, init functions or `average`.
+        ValueError: The model has no such module, a module has cache_rows, this process is not in
+            the group, the group cannot have its own communicators, another rank raises one of these
+            errors, or ranks differ in their modules, settings, init functions or `average`.
         MemoryError: The rows of a machine's ranks do not fit into its host memory.
 
         An error in the model of one rank raises on all ranks, and nothing has changed.

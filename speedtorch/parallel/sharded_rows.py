@@ -51,7 +51,8 @@ class ShardedRows(SharedLookups):
 
     Args:
         rows: The rows that this rank owns.
-        own_padding: Index of the padding's row in `rows`; None if this rank does not own it.
+        own_padding: Index of the padding's row in `rows`. If another rank owns that row: None, or
+            with a capacity the number of `rows`, an index that reads as zeros.
         sharding: Maps each row to its owner.
         ranks: The ranks that own the rows.
         number: The table's number, the same on all ranks.

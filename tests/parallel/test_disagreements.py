@@ -87,6 +87,11 @@ MODELS: dict[str, tuple[Make, Make, str]] = {
 REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "no rows": (lambda: nn.Linear(2, 2), ValueError, "has no speedtorch.Embedding"),
     "used": (used, RuntimeError, "Embedding: its rows have been used"),
+    "cached rows": (
+        partial(made, cache="1KiB", cache_rows=torch.tensor([1])),
+        ValueError,
+        "Embedding: cache_rows cannot be used with sharded rows",
+    ),
     "frequencies": (
         partial(made, scale_grad_by_freq=True),
         NotImplementedError,
@@ -118,6 +123,7 @@ def test_every_setting_that_differs_is_named() -> None:
             message = f"rank {dist.get_world_size() - 1} raises {kind.__name__}: .*{message}"
         with soon(name), pytest.raises(kind if is_last else ValueError, match=message):
             shard(model)
+        assert name == "no rows" or model["first"].table.rows == ROWS
     other = made().init_(nn.init.normal_, 0.0, 1.0)  # the same values by other words
     shard(other if is_last else made())
 
