@@ -352,8 +352,12 @@ def trained(way: str, budget: int) -> tuple[Any, Callable[[], object]]:
     """A swapper in one of its ways, and a call that trains two steps with it."""
     model = linears(5, 16)
     adam = optim.AdamW(model.parameters(), 1e-2)
-    swapper: Any = StateSwapper(adam, budget=budget) if way == "state" else None
-    swapper = swapper or Swapper(model, adam, budget=budget, device="cpu")
+    swapper: Any
+    if "state" in way:
+        stored = torch.bfloat16 if way == "stored state" else None
+        swapper = StateSwapper(adam, budget=budget, stored=stored)
+    else:
+        swapper = Swapper(model, adam, budget=budget, device="cpu")
     if way.startswith("auto"):
         swapper.auto(step=way == "auto step")
 
@@ -371,7 +375,7 @@ def trained(way: str, budget: int) -> tuple[Any, Callable[[], object]]:
     return swapper, steps
 
 
-@pytest.mark.parametrize("way", ["by hand", "auto", "auto step", "state"])
+@pytest.mark.parametrize("way", ["by hand", "auto", "auto step", "state", "stored state"])
 def test_training_uses_memory_in_order(way: str, order: StreamOrder) -> None:
     swapper, steps = trained(way, BUDGET)
     steps()  # the host also copies the first values, on no stream
