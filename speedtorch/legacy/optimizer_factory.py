@@ -128,7 +128,10 @@ class OptimizerSwitcher(BatchExchange):
         return trained, f"the optimizer's {name!r}"
 
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:
-        """A copy of the state of all rows as NumPy arrays by name."""
+        """A copy of the state of all rows as NumPy arrays by name.
+
+        Raises TypeError for a dtype that NumPy lacks, such as bfloat16.
+        """
         return self._to_numpy()
 
     # ---- Files contain the full state of each row. State that the optimizer keeps once (the step

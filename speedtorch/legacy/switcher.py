@@ -169,7 +169,10 @@ class OneField(Switcher):
         return {"weight": (self._shape, self._dtype)}
 
     def getNumpyVersion(self) -> npt.NDArray[Any]:
-        """A copy of all rows as a NumPy array, which later exchanges do not change."""
+        """A copy of all rows as a NumPy array, which later exchanges do not change.
+
+        Raises TypeError for a dtype that NumPy lacks, such as bfloat16.
+        """
         return self._to_numpy()["weight"]
 
     def _variable(self) -> Tensor:
