@@ -186,6 +186,8 @@ def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
     """Returns each feature's bag size; None unless all are valid tensors of ids without offsets."""
     if {*map(type, values)} != {Tensor} or {ids.layout for ids in values} != {torch.strided}:
         return None
+    if any(ids.is_nested for ids in values):  # has no shape
+        return None
     shapes = [ids.shape for ids in values]
     kinds = {*shapes}  # usually a single shape
     if not ({ids.dtype for ids in values} <= ID_DTYPES and {*map(len, kinds)} <= {1, 2}):

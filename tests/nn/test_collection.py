@@ -625,6 +625,14 @@ def test_bad_features_are_an_error_and_no_row_moves(
     assert held_by(ours) == [[]]
 
 
+@pytest.mark.filterwarnings("ignore:.*")  # torch's, that nested tensors are a prototype
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_ids_are_an_error_with_the_remedy(layout: torch.layout) -> None:
+    ids = torch.nested.nested_tensor([ZERO, ZERO], layout=layout)
+    with pytest.raises(TypeError, match=r"'a': .* got a nested tensor. Pass its values\(\)"):
+        EmbeddingBagCollection([EmbeddingBagConfig(9, 2, "a")])({"a": ids})
+
+
 def two(rows: Any) -> Any:
     return EmbeddingCollection.from_pretrained([EmbeddingConfig(9, 2, k) for k in "ab"], rows)
 
