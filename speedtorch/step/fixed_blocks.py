@@ -326,7 +326,7 @@ class FixedBlocks:
         since = f" (and those of {more} later batches)" if more else ""
         nothing = (
             f"Its lookup{since} returned zeros. No row has changed."
-            " Parameters of other layers were stepped, unless their optimizer is fused."
+            " Other parameters were stepped, unless a fused optimizer steps them with these rows."
         )
         if kind == TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)

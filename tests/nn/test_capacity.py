@@ -359,7 +359,8 @@ def test_the_error_says_what_happened_to_the_batch(faulty: Faulty) -> None:
         faulty().emb.flush()
     assert str(error.value) == (
         f"{TOO_MANY}. Use smaller batches or a larger capacity. Its lookup returned zeros. No row"
-        " has changed. Parameters of other layers were stepped, unless their optimizer is fused."
+        " has changed. Other parameters were stepped, unless a fused optimizer steps them with"
+        " these rows."
     )
 
 
