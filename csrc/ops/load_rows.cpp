@@ -1,5 +1,6 @@
 // load_rows: loads rows of a table into new memory while evicting others. count_batch: plans ids
-// and counts the unique ones. load_batch: does both. A step begins with one of these ops.
+// and counts the unique ones. load_batch: does both. A step without a capacity begins with one of
+// these ops.
 
 #include <torch/csrc/stable/library.h>
 
