@@ -40,7 +40,8 @@ __all__ = [
 
 _log = logging.getLogger("speedtorch")
 
-# Incremented when the meaning of the results changes.
+# Incremented when the meaning of the results changes. Part of the file's name, so that two versions
+# of the library keep their own results.
 VERSION = 1
 # A table of this size justifies a calibration of a few seconds.
 WORTH_BYTES = 1 << 30
@@ -55,13 +56,13 @@ _gpu = torch.cuda.get_device_name
 
 
 def cache_file(gpu: str) -> Path | None:
-    """The file of the results for this machine and GPU; None without a home folder."""
+    """The file of the results for this machine, GPU and VERSION; None without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     if not os.path.isabs(folder):
         return None
     machine = re.sub(r"[^\w.-]+", "-", f"{platform.node() or 'machine'}-{gpu}")
-    return Path(folder) / "speedtorch" / f"costs-{machine}.json"
+    return Path(folder) / "speedtorch" / f"costs-{VERSION}-{machine}.json"
 
 
 def calibrate(*, progress: bool = True) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
 
     Raises:
         RuntimeError: There is no GPU, or the measured times are implausible.
+        MemoryError: Less than 256 MiB of host memory are available.
 
     Example:
         >>> if torch.cuda.is_available():
@@ -98,8 +100,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     finally:
         _ops.set_costs(before)  # a step has changed the costs
     use_costs(measured, calibrated=True)
-    known = {"version": VERSION, "gpu": _gpu(), "torch": torch.__version__}
-    figures: dict[str, Any] = known | {"costs": measured}
+    figures = {"gpu": _gpu(), "torch": torch.__version__, "costs": measured}
     _store(figures)
     return figures
 
@@ -120,7 +121,9 @@ def calibrate_once(nbytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            calibrate(progress=False)
+            # Another process may have calibrated between exists() and flock().
+            if not load_costs():
+                calibrate(progress=False)
     except BlockingIOError:
         _log.info("another process is calibrating this machine")
     except (OSError, RuntimeError, MemoryError) as error:
@@ -166,8 +169,6 @@ def _saved_costs(gpu: str) -> list[float] | None:
         return None
     try:
         figures = json.loads(read_file(path, _MOST_FILE_BYTES))  # may contain anything
-        if figures["version"] != VERSION:
-            return None
         if figures["gpu"] != gpu:
             raise ValueError(f"costs measured on {figures['gpu']!r:.80}, but this GPU is {gpu!r}")
         return _checked(figures["costs"])
@@ -243,9 +244,8 @@ def _measure_planning(costs: Tensor) -> None:
 def _measure_moves(costs: Tensor, kind: int) -> None:
     claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
     before_us = (claim_us + _BATCH * claim_ns / 1e3, plan_us + _BATCH * plan_ns / 1e3)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    count = max(min(MOST_TABLE_BYTES, free // 4), 256 << 20)
-    whole = host_memory.empty(count, dtype=torch.uint8, memory=_KINDS[kind])
+    nbytes = max(min(MOST_TABLE_BYTES, host_memory.available_bytes() // 4), 256 << 20)
+    whole = host_memory.empty(nbytes, dtype=torch.uint8, memory=_KINDS[kind])
     row_ns = costs[:-6].view(len(_KINDS), 2, 2, len(_ROW_BYTES))
     for length, row_bytes in enumerate(_ROW_BYTES):
         table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)

@@ -9,13 +9,14 @@ import os
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import NEEDS_GPU
 
 import speedtorch
-from speedtorch.memory import calibration, cost_model
+from speedtorch.memory import calibration, cost_model, host_memory
 from speedtorch.ops.functions import _ops
 
 GPU = "a GPU of these tests"
@@ -47,7 +48,7 @@ def written(text: str) -> Path:
 
 
 def figures(costs: object, **changes: object) -> str:
-    known = {"version": calibration.VERSION, "gpu": calibration._gpu(), "costs": costs}
+    known = {"gpu": calibration._gpu(), "costs": costs}
     return json.dumps(known | changes)
 
 
@@ -129,8 +130,8 @@ def test_without_a_file_the_defaults_serve() -> None:
 
 
 BROKEN = [
-    *("", "[]", "{}", '{"version": 1}', "[" * 60_000, " " * 70_000, "\0" * 100),
-    '{"version": 1, "gpu": ' + "9" * 5000 + "}",
+    *("", "[]", "{}", '{"gpu": 1}', "[" * 60_000, " " * 70_000, "\0" * 100),
+    '{"gpu": ' + "9" * 5000 + "}",
     "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
 ]
 NO_COSTS: list[object] = [
@@ -173,12 +174,6 @@ def test_what_is_no_file_of_figures_neither_hangs_nor_takes_memory(
     else:
         path.symlink_to("/dev/zero" if what == "device" else path)
     assert_not_used(path, caplog)
-
-
-def test_a_file_of_another_version_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    written(figures([1.0] * 30, version=calibration.VERSION + 1))
-    assert not calibration.load_costs()
-    assert caplog.messages == []
 
 
 def test_figures_that_cannot_be_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +255,40 @@ def test_the_first_large_table_calibrates_once(
     assert caplog.messages == ["another process is calibrating this machine"]
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "0")
     calibration.calibrate_once(calibration.WORTH_BYTES)
-    written("")
+    earlier = written(figures([2.0] * 30))
     monkeypatch.setenv("SPEEDTORCH_CALIBRATE", "1")
     calibration.calibrate_once(calibration.WORTH_BYTES)
     assert calls == [False]
+    # The next version neither uses nor replaces the results of this one.
+    monkeypatch.setattr(calibration, "VERSION", calibration.VERSION + 1)
+    assert not calibration.load_costs()
+    calibration.calibrate_once(calibration.WORTH_BYTES)
+    assert calls == [False, False]
+    assert cache_file() != earlier
+
+
+@pytest.mark.usefixtures("quick")
+def test_results_that_another_process_has_just_saved_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = [2.0] * 30
+    monkeypatch.setattr(fcntl, "flock", lambda *_: written(figures(costs)))
+    calibration.calibrate_once(calibration.WORTH_BYTES)
+    assert _ops.costs().tolist() == costs
+
+
+@pytest.mark.parametrize(
+    ("available", "table"), [(1 << 20, 256 << 20), (4 << 30, 1 << 30), (1 << 60, 8 << 30)]
+)
+def test_the_measured_table_is_a_quarter_of_the_available_memory(
+    available: int, table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = mock.Mock(side_effect=MemoryError)
+    monkeypatch.setattr(host_memory, "empty", allocate)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+    with pytest.raises(MemoryError):
+        calibration._measure_moves(_ops.costs(), kind=1)
+    assert allocate.call_args.args == (table,)
 
 
 @pytest.mark.usefixtures("quick")

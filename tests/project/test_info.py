@@ -82,7 +82,7 @@ def kept(gpu: str, *gbps: float) -> Path:
     path = calibration.cache_file(gpu)
     assert path is not None
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"version": 1, "gpu": gpu, "costs": [1.0] * 28 + [*gbps]}))
+    path.write_text(json.dumps({"gpu": gpu, "costs": [1.0] * 28 + [*gbps]}))
     return path
 
 
