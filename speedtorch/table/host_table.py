@@ -709,13 +709,13 @@ class HostTable:
         Raises:
             ValueError: track_changes() of this table never returned this number.
         """
+        self.settle_to_read()
         known = 0 if self.changes is None else self.changes.now
         if self.changes is None or not 1 <= since <= known:
             raise ValueError(
                 f"changed: expected a number that this table's track_changes() has returned (1 to"
                 f" {known}), got {since}. Call track_changes() before the changes to record."
             )
-        self.settle_to_read()
         return self.changes.since(since)
 
     def numpy(self, field: str = "weight") -> npt.NDArray[Any]:
@@ -1150,6 +1150,7 @@ class HostTable:
             self._views.clear()
             self._plain_views.clear()
             del self._record
+            self.changes = None
             placement.flush()
         finally:
             placement.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 from speedtorch import HostTable
+from speedtorch.table import host_table
 
 ROWS = 50
 WAYS: dict[str, dict[str, Any]] = {
@@ -238,6 +240,20 @@ def test_wrong_numbers_raise() -> None:
             table.changed(wrong)
     empty = HostTable(0, 1, memory="plain")
     assert empty.changed(empty.track_changes()).tolist() == []
+
+
+def test_a_closed_table_frees_its_change_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_table, "_tables", weakref.WeakSet())
+    table = HostTable(3, 1, memory="plain")
+    since = table.track_changes()
+    record = weakref.ref(table.changes)
+    assert host_table.any_tracks_changes()
+    table.close()
+    assert record() is None
+    assert not host_table.any_tracks_changes()
+    for call in (table.track_changes, lambda: table.changed(since)):
+        with pytest.raises(ValueError, match="this table is closed"):
+            call()
 
 
 def test_bad_ids_raise_and_are_not_recorded() -> None:
