@@ -51,6 +51,10 @@ _KINDS: tuple[host_memory.HostMemoryKind, ...] = ("managed", "registered")
 _ROW_BYTES = (64, 512, 1536)  # kMeasuredRowBytes in csrc/move/cost_model.cpp
 _BATCH = 131_072
 _REPETITIONS = 5
+# The parts of the list of costs, in the order of `Costs` in csrc/move/cost_model.cpp.
+_ROW_NS = slice(None, -6)  # nanoseconds per row, [kind, direction, order, row length]
+_DISTINCT, _ORDERED = slice(-6, -4), slice(-4, -2)  # planning: us per batch, ns per id
+_LINK_GBPS = slice(-2, None)  # to the GPU, and back
 
 _gpu = torch.cuda.get_device_name
 
@@ -160,7 +164,10 @@ def load_costs() -> bool:
 def saved_link_gbps(gpu: str) -> tuple[float, float] | tuple[None, None]:
     """The measured GB/s to a GPU of this name and back, or None for both. Never raises."""
     costs = _saved_costs(gpu)
-    return (None, None) if costs is None else (costs[-2], costs[-1])
+    if costs is None:
+        return None, None
+    into, back = costs[_LINK_GBPS]
+    return into, back
 
 
 def _saved_costs(gpu: str) -> list[float] | None:
@@ -181,11 +188,12 @@ def _saved_costs(gpu: str) -> list[float] | None:
 
 def _checked(costs: Any) -> list[float]:
     """Checks the costs of a file or a measurement; raises ValueError for impossible values."""
-    most = len(_ops.costs())
-    if not isinstance(costs, list) or len(costs) != most:
-        raise ValueError(f"costs must be a list of {most} numbers")
-    # Nanoseconds per row, then the times of planning, then GB/s of the link.
-    bounds = [*[(1e-3, 1e6)] * (most - 6), *[(0.0, 1e6)] * 4, *[(1e-2, 1e5)] * 2]
+    expected = len(_ops.costs())
+    if not isinstance(costs, list) or len(costs) != expected:
+        raise ValueError(f"costs must be a list of {expected} numbers")
+    bounds = [(1e-3, 1e6)] * expected
+    bounds[_DISTINCT] = bounds[_ORDERED] = [(0.0, 1e6)] * 2
+    bounds[_LINK_GBPS] = [(1e-2, 1e5)] * 2
     for at, (cost, (low, high)) in enumerate(zip(costs, bounds, strict=True)):
         # A comparison with NaN is false.
         if type(cost) not in (int, float) or not low <= cost <= high:
@@ -194,9 +202,9 @@ def _checked(costs: Any) -> list[float]:
 
 
 def _steps() -> Iterator[Callable[[Tensor], object]]:
-    yield lambda costs: costs[-2:].copy_(costs.new_tensor(measure_link()))
-    # set_costs runs in between, because the link's speed decides how many SMs a kernel fills.
-    yield from (_ops.set_costs, _measure_planning)
+    yield lambda costs: costs[_LINK_GBPS].copy_(costs.new_tensor(measure_link()))
+    yield _ops.set_costs  # the link's speed decides how many SMs a kernel fills
+    yield _measure_planning
     for kind in range(0 if _ops.managed_supported() else 1, len(_KINDS)):
         yield partial(_measure_moves, kind=kind)
 
@@ -234,19 +242,19 @@ def _measure_planning(costs: Tensor) -> None:
             return _microseconds(partial(pinned_gather, table), table.shape[0], count)
 
     moving = {count: time_of("direct", count) for count in (few, many)}
-    for at, path in ((-6, "distinct"), (-4, "ordered")):
+    for part, path in ((_DISTINCT, "distinct"), (_ORDERED, "ordered")):
         cost = {count: max(time_of(path, count) - moving[count], 0.0) for count in (few, many)}
         per_id_us = max(cost[many] - cost[few], 0.0) / (many - few)
-        costs[at] = max(cost[few] - few * per_id_us, 0.0)
-        costs[at + 1] = per_id_us * 1e3
+        fixed_us = max(cost[few] - few * per_id_us, 0.0)
+        costs[part] = costs.new_tensor((fixed_us, per_id_us * 1e3))
 
 
 def _measure_moves(costs: Tensor, kind: int) -> None:
-    claim_us, claim_ns, plan_us, plan_ns = costs[-6:-2].tolist()
-    before_us = (claim_us + _BATCH * claim_ns / 1e3, plan_us + _BATCH * plan_ns / 1e3)
+    planning = [costs[part].tolist() for part in (_DISTINCT, _ORDERED)]
+    planning_us = [fixed_us + _BATCH * per_id_ns / 1e3 for fixed_us, per_id_ns in planning]
     nbytes = max(min(MOST_TABLE_BYTES, host_memory.available_bytes() // 4), 256 << 20)
     whole = host_memory.empty(nbytes, dtype=torch.uint8, memory=_KINDS[kind])
-    row_ns = costs[:-6].view(len(_KINDS), 2, 2, len(_ROW_BYTES))
+    row_ns = costs[_ROW_NS].view(len(_KINDS), 2, 2, len(_ROW_BYTES))
     for length, row_bytes in enumerate(_ROW_BYTES):
         table = whole[: whole.numel() // row_bytes * row_bytes].view(-1, row_bytes)
         rows = torch.zeros(_BATCH, row_bytes, dtype=torch.uint8, device="cuda")
@@ -257,5 +265,5 @@ def _measure_moves(costs: Tensor, kind: int) -> None:
                 with forced_path(path):
                     us = _microseconds(work, table.shape[0], _BATCH)
                 # An error in the measured planning time may subtract at most half of the time.
-                moving_us = max(us - before_us[order], us / 2)
+                moving_us = max(us - planning_us[order], us / 2)
                 row_ns[kind, direction, order, length] = moving_us * 1e3 / _BATCH
