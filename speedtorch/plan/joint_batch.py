@@ -23,9 +23,13 @@ from speedtorch.torch_internals import current_stream
 __all__ = ["JointBatch"]
 
 # The counts of plan_batch(): first PlanStatus of csrc/plan/plan_launch.h, which begins with the
-# number of ids out of range. Then the numbers of unique rows in this batch, also in `after`, only
-# in this batch, and only in `after`.
+# number of ids out of range. Then the numbers of rows in this batch, also in the previous batch,
+# only in this batch, and only in the previous batch.
 _STATUS_FIELDS, _COMPARED = 8, 4
+_IN_BOTH, _ONLY_HERE, _ONLY_BEFORE = 1, 2, 3
+# The tensors of plan_batch(): the plan, whose last tensor has the counts, and three pairs of lists.
+_COUNTS, _LISTS = 4, slice(5, 11)
+_INCOMING, _KEPT, _OUTGOING = 0, 2, 4
 
 _NO_PADDING = _NO_CAPACITY = -1
 
@@ -37,7 +41,7 @@ def _to_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def _device_and_stream(device: torch.device) -> tuple[torch.device, int]:
-    """The device and its current stream, so that no other stream uses a constant too early."""
+    """The cache key of a constant: its device, and the stream on which its copy is complete."""
     return device, current_stream(device).stream_id if device.type == "cuda" else 0
 
 
@@ -58,12 +62,12 @@ class JointBatch:
 
     split_by_table() returns one batch per table. `following()` is the joint batch that was planned
     after this one, or None. `bounds` and the lists of incoming, kept and outgoing rows relative to
-    `after` are valid only after count() has returned True.
+    `previous` are valid only after count() has returned True.
 
     Args:
         parts: The unplanned ids of each table.
         device: The device of the rows.
-        after: The joint batch of the same tables in the step before.
+        previous: The joint batch of the same tables in the step before.
 
     Raises:
         IndexError: The rows are on the CPU and an id is out of range. For rows on a GPU, count()
@@ -77,7 +81,7 @@ class JointBatch:
     _status: Tensor
 
     def __init__(
-        self, parts: Sequence[BatchIds], device: torch.device, after: JointBatch | None = None
+        self, parts: Sequence[BatchIds], device: torch.device, previous: JointBatch | None = None
     ) -> None:
         self.parts = parts
         self.following: Callable[[], JointBatch | None] = lambda: None
@@ -86,12 +90,12 @@ class JointBatch:
         place = _device_and_stream(device)
         offsets, ranges = _ascending(sizes, place), _ranges(rows, place)
         ids = torch.cat([part.ids for part in parts])
-        id_numbers, _ = table_ids(ids, offsets, ranges, 1)
-        held = id_numbers[:0] if after is None else after.row_numbers
-        held_status = held if after is None else after._status
+        id_numbers, _ = table_ids(ids, offsets, ranges, samples=1)
+        held = id_numbers[:0] if previous is None else previous.row_numbers
+        held_status = held if previous is None else previous._status
         made = plan_batch(id_numbers, sum(rows), _NO_PADDING, _NO_CAPACITY, held, held_status)
-        counts, plan = made[4], [*made[:4], made[4][:_STATUS_FIELDS]]
-        self._lists = made[5:11]
+        counts, self._lists = made[_COUNTS], made[_LISTS]
+        plan = [*made[:_COUNTS], counts[:_STATUS_FIELDS]]
         *split, status, bounds = _ops.split_plan(plan, offsets, ranges, sum(rows))
         lengths = [sizes, sizes, sizes, tuple(size + 1 for size in sizes)]
         by_table = [tensor.split(size) for tensor, size in zip(split, lengths, strict=True)]
@@ -104,8 +108,8 @@ class JointBatch:
         self._planned: torch.cuda.Event | None = None
         self._device = device
         self._batches: list[weakref.ref[PlannedBatch]] = []
-        if after is not None:
-            after.following = weakref.ref(self)
+        if previous is not None:
+            previous.following = weakref.ref(self)
 
     def planned_until(self, event: torch.cuda.Event | None) -> None:
         """Sets the event after which the plans are complete, for plans on a side stream."""
@@ -150,23 +154,23 @@ class JointBatch:
         return [batch for reference in self._batches if (batch := reference()) is not None]
 
     def forget_batches(self) -> None:
-        """Forgets the batches, so that the tables cannot begin another step of them together."""
+        """Empties `batches`, so that the tables begin no second joint step with them."""
         self._batches = []
 
     @property
     def incoming(self) -> tuple[Tensor, Tensor]:
-        """Ascending numbers and positions of the rows that batch `after` does not have."""
-        return self._listed(0, 2)
+        """Ascending numbers and positions of the rows that are not in the previous batch."""
+        return self._listed(_INCOMING, _ONLY_HERE)
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
-        """Positions in this batch and in batch `after` of the rows that both have."""
-        return self._listed(2, 1)
+        """Positions in this batch and in the previous batch of the rows in both."""
+        return self._listed(_KEPT, _IN_BOTH)
 
     @property
     def outgoing(self) -> tuple[Tensor, Tensor]:
-        """Ascending numbers and positions of the rows that only batch `after` has."""
-        return self._listed(4, 3)
+        """Ascending numbers and positions of the rows that are only in the previous batch."""
+        return self._listed(_OUTGOING, _ONLY_BEFORE)
 
     def _listed(self, first: int, counted: int) -> tuple[Tensor, Tensor]:
         count = self._compared[counted]
