@@ -22,8 +22,7 @@ from speedtorch.nn.jagged import (
     Source,
     read_features,
 )
-from speedtorch.nn.row_module import Device, RowModule, loadable, opened
-from speedtorch.nn.row_module import Source as Saved
+from speedtorch.nn.row_module import Device, RowModule, RowsOrPath, loadable, opened
 from speedtorch.nn.shared_lookups import fail, together, trained
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
@@ -72,8 +71,8 @@ class TableCollection(nn.Module):
         for table in described:
             kind = (table.group, table.columns, table.dtype)
             by_group.setdefault(kind, []).append(table)
-        of_all = (device, memory, freeze, capacity, stored, rounding)
-        groups = [TableGroup(members, *of_all) for members in by_group.values()]
+        settings = (device, memory, freeze, capacity, stored, rounding)
+        groups = [TableGroup(members, *settings) for members in by_group.values()]
         setattr(self, self._kept_as, Tables(groups, [table.name for table in described]))
         self._names = _result_names(described)
         self._places = self._placed(described)
@@ -82,15 +81,16 @@ class TableCollection(nn.Module):
             share_cache(groups, CacheBudget(bytes_of("cache", cache)))
 
     def _placed(self, tables: Sequence[Table]) -> dict[str, tuple[int, int]]:
-        """Returns (group, position in the group) by result name, in table order."""
-        numbers: dict[tuple[str, str], tuple[int, int]] = {}
-        for at, group in enumerate(self._groups()):
-            for number, (k, feature) in enumerate(group.ranges.features):
-                numbers[group.ranges.tables[k].name, feature] = (at, number)
+        """Returns (group, number of the feature in the group) by result name, in table order."""
+        places: dict[tuple[str, str], tuple[int, int]] = {}
+        for group_number, group in enumerate(self._groups()):
+            for feature_number, (table_number, feature) in enumerate(group.ranges.features):
+                table_name = group.ranges.tables[table_number].name
+                places[table_name, feature] = (group_number, feature_number)
         return {
-            called: numbers[table.name, key]
+            result_name: places[table.name, feature]
             for table, names in zip(tables, self._names, strict=True)
-            for called, key in zip(names, table.features, strict=True)
+            for result_name, feature in zip(names, table.features, strict=True)
         }
 
     def _groups(self) -> list[TableGroup]:
@@ -134,6 +134,8 @@ class TableCollection(nn.Module):
         except Exception as error:
             fail(groups, error)
             raise
+        # checked() raises only if no group is sharded. Then no other rank waits, and fail() is not
+        # needed.
         if len(groups) > 1:
             read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
@@ -155,8 +157,10 @@ class TableCollection(nn.Module):
             )
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
 
-    def ids_by_module(self, features: Features) -> dict[RowModule, list[Tensor]]:
-        """Returns the row ids by group that prefetch plans for the features of its lookups."""
+    def ids_by_module(
+        self, features: Features | Sequence[Features]
+    ) -> dict[RowModule, list[Tensor]]:
+        """Returns the row ids of one lookup, or of a list of lookups, that prefetch plans."""
         several = isinstance(features, list | tuple) and not hasattr(features, "keys")
         lookups = features if several else [features]
         for lookup in lookups:
@@ -225,11 +229,11 @@ class TableCollection(nn.Module):
         after = [*before[:at], config, *before[at + 1 :]]
         table = Table.of(config)
 
-        def update_configs() -> None:
+        def follow_resize() -> None:
             """Sets the configs: `after`, or `before` if an exception has undone the resize."""
             self._configs = after if table in group.ranges.tables else before
 
-        group.resize_table(table, rows, update_configs)
+        group.resize_table(table, rows, follow_resize)
         return self
 
     def group_of(self, name: str) -> TableGroup:
@@ -258,7 +262,7 @@ class TableCollection(nn.Module):
         for group in self._groups():
             group.flush()
 
-    def _fill(self, embeddings: Mapping[str, Saved], memory: MemoryKind) -> None:
+    def _fill(self, embeddings: Mapping[str, RowsOrPath], memory: MemoryKind) -> None:
         places = places_of(self._tables())
         if names := sorted(set(places) ^ set(embeddings)):
             raise ValueError(f"embeddings: expected {list(places)}; missing or unknown: {names}")
@@ -273,7 +277,7 @@ class TableCollection(nn.Module):
     def from_pretrained(
         cls: type[_Self],
         tables: Sequence[Any],
-        embeddings: Mapping[str, Saved],
+        embeddings: Mapping[str, RowsOrPath],
         freeze: bool = True,
         **settings: Any,
     ) -> _Self:
@@ -377,8 +381,8 @@ class EmbeddingBagCollection(TableCollection):
         self._is_weighted = is_weighted
         columns = [group.embedding_dim for group in self._groups()]
         self._columns = {
-            key: (at, number * columns[at], columns[at])
-            for key, (at, number) in self._places.items()
+            key: (group, feature * columns[group], columns[group])
+            for key, (group, feature) in self._places.items()
         }
         if is_weighted:
             for group in self._groups():
@@ -525,7 +529,7 @@ class EmbeddingCollection(TableCollection):
             GroupRows(rows, ids.jagged, len(group.ranges.features), has_ids=self._need_indices)
             for group, (ids, rows) in zip(self._groups(), found, strict=True)
         ]
-        parts = {key: JaggedRows(groups[at], number) for key, (at, number) in self._places.items()}
+        parts = {key: JaggedRows(groups[k], feature) for key, (k, feature) in self._places.items()}
         return RowsByFeature(parts, [rows for _, rows in found])
 
 

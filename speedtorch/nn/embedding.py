@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
+from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
@@ -154,7 +154,7 @@ class Embedding(RowModule, nn.Embedding):
     @classmethod
     def from_pretrained(
         cls,
-        embeddings: Source,
+        embeddings: RowsOrPath,
         freeze: bool = True,
         padding_idx: int | None = None,
         max_norm: float | None = None,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.row_module import Device, RowModule, Rows, Source, made_of_rows
+from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
@@ -170,7 +170,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
     @classmethod
     def from_pretrained(  # type: ignore[override]  # BagMode is narrower than torch's str
         cls,
-        embeddings: Source,
+        embeddings: RowsOrPath,
         freeze: bool = True,
         max_norm: float | None = None,
         norm_type: float = 2.0,

@@ -48,10 +48,10 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "Source", "loadable", "made_of_rows", "opened"]
+__all__ = ["Device", "RowModule", "Rows", "RowsOrPath", "loadable", "made_of_rows", "opened"]
 
 Rows = Tensor | HostTable
-Source = Rows | str | os.PathLike[str]
+RowsOrPath = Rows | str | os.PathLike[str]
 """Rows, or the path of a saved file with rows."""
 Device = str | int | torch.device | None
 
@@ -857,7 +857,7 @@ class RowModule(nn.Module):
         )
 
 
-def made_of_rows(cls: type[_Self], embeddings: Source, freeze: bool, **given: Any) -> _Self:
+def made_of_rows(cls: type[_Self], embeddings: RowsOrPath, freeze: bool, **given: Any) -> _Self:
     """Creates a module from existing rows; see from_pretrained."""
     rows = opened("embeddings", embeddings, given["memory"])
     shape = _shape_of("embeddings", rows, "a tensor, a HostTable or the path of a saved one")
@@ -889,7 +889,7 @@ def _members(ids: object, cache: object, rows: int) -> Tensor | None:
     return torch.tensor([*first], dtype=torch.int64)
 
 
-def opened(argument: str, source: Source, memory: MemoryKind) -> Rows:
+def opened(argument: str, source: RowsOrPath, memory: MemoryKind) -> Rows:
     """Opens a file as a HostTable in `memory`; returns tensors and HostTables unchanged.
 
     Raises ValueError if a file has no field "weight", before any row is read.
