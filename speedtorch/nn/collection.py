@@ -131,13 +131,11 @@ class TableCollection(nn.Module):
             # Bad input raises before any row is copied. The lookups check ids on a GPU, and the ids
             # of a single group.
             read = [group.ids_of(source) for group, source in zip(groups, sources, strict=True)]
+            if len(groups) > 1:
+                read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         except Exception as error:
             fail(groups, error)
             raise
-        # checked() raises only if no group is sharded. Then no other rank waits, and fail() is not
-        # needed.
-        if len(groups) > 1:
-            read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]
         found = []
         with together({group: [ids.rows] for group, ids in zip(groups, read, strict=True)}):
             for group, source, ids in zip(groups, sources, read, strict=True):

@@ -32,6 +32,7 @@ from sharded_training import (
     of_machines,
     raised_late,
     raises,
+    soon,
     train_both,
 )
 from torch import Tensor, nn, optim
@@ -368,6 +369,20 @@ def test_bad_ids_of_one_table_raise_on_all_ranks(capacity: int | None, on_machin
                     message = rf"feature 't{bad}': id {ROWS} at position 1 is out of range"
                 raises(IndexError, message, partial(way, tables, batch))
                 tables.check_unchanged()
+
+
+@on_ranks
+@MACHINES
+def test_bad_ids_of_replicated_rows_raise_on_all_ranks(on_machine: bool) -> None:
+    with of_machines(on_machine):
+        model = collection_of(2)
+        shard(model.group_of("t0"))
+        batch, message = {"t0": local_ids(1), "t1": local_ids(2)}, r"ranks \[1\] are out of range"
+        if dist.get_rank() == 1:
+            batch["t1"] += ROWS
+            message = f"feature 't1': id {ROWS + 2} at position 0 is out of range"
+        with soon("a lookup with bad ids"):
+            raises(IndexError, message, partial(model, batch))
 
 
 @on_ranks
