@@ -117,7 +117,8 @@ class Switcher(ABC):
         if self._stored is None:
             raise self._not_started()
         if self._stored.table is not None:
-            self._stored.table.check()  # raises for a closed table, which would lose new rows
+            # Raises for a closed table, which would lose new rows.
+            self._stored.table.make_current()
         return self._stored.fields
 
     def _settle(self) -> None:

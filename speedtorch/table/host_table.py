@@ -41,7 +41,7 @@ __all__ = [
     "RowHolder",
     "any_tracks_changes",
     "field_rows",
-    "is_same",
+    "is_same_view",
 ]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -72,7 +72,7 @@ def field_rows(tensor: Tensor) -> FieldRows | None:
     return None
 
 
-def is_same(one: Tensor, other: Tensor) -> bool:
+def is_same_view(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors view the same memory with equal dtype, shape and strides."""
     same = one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
     return same and (one.shape, one.stride()) == (other.shape, other.stride())
@@ -455,6 +455,10 @@ class HostTable:
         """Sets the object that trains rows of the table, or None."""
         self.holder = holder
 
+    # Methods that make rows current for a caller. Each does what the one before does, and more:
+    # _open_placement() raises for a closed table. make_current() raises for unusable memory, and
+    # writes newer copies of rows back. settle() waits for the GPU. flush() writes to the disk.
+
     def write_back(self, *, only_reads: bool = False) -> None:
         """Makes the table current: newer copies of rows are written back.
 
@@ -473,18 +477,13 @@ class HostTable:
             )
         return self._placement
 
-    def check(self) -> None:
-        """Raises ValueError if the table was closed or its file was shortened.
+    def make_current(self, *, only_reads: bool = False) -> Placement:
+        """Writes newer copies of rows back and returns the memory; see write_back().
 
-        Otherwise rows that a step keeps on the GPU are written back.
-
-        Example:
-            >>> HostTable(2, 1, memory="plain").check()
+        Raises:
+            ValueError: The table was closed or its file was shortened.
+            RuntimeError: The memory is managed, and this is a forked child.
         """
-        self._current_placement()
-
-    def _current_placement(self, *, only_reads: bool = False) -> Placement:
-        """Returns the memory after a check(): all its rows are current."""
         placement = self._open_placement()
         placement.check()
         self.write_back(only_reads=only_reads)
@@ -506,27 +505,30 @@ class HostTable:
 
     def __getitem__(self, field: str) -> Tensor:
         """All rows of one field, `[rows, *shape]`: a strided view of the records."""
-        self._current_placement()
+        self.make_current()
         return self.rows_of(field)[:]  # a new tensor, because the caller may change its metadata
 
     def rows_of(self, field: str) -> Tensor:
-        """Returns all rows of a field from memory, without writing newer copies back first."""
+        """Returns all rows of a field from memory, without writing newer copies back first.
+
+        If rows cannot be written, writes to the result raise.
+        """
         return self._field_in(self._views, field)
 
     def rows_to_read(self, field: str) -> Tensor:
-        """Same as rows_of, for callers that only read: no guard raises if they write."""
+        """Same as rows_of, but a plain tensor: nothing raises if the caller writes."""
         return self._field_in(self._plain_views, field)
 
     def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
         """Yields each field whose rows `tensor` views, with the first such row. Reads no row."""
         for name, rows in list(self._plain_views.items()):
             distance = tensor.data_ptr() - rows.data_ptr()
-            if is_same(rows, tensor):
+            if is_same_view(rows, tensor):
                 yield name, 0
             elif tensor.numel() and rows.numel() and tensor.dim():
                 first, rest = divmod(distance, rows.stride(0) * rows.element_size())
-                part = rows[first : first + len(tensor)] if first >= 0 == rest else rows[:0]
-                if is_same(part, tensor):
+                part = rows[first : first + len(tensor)] if first >= 0 and rest == 0 else rows[:0]
+                if is_same_view(part, tensor):
                     yield name, first
 
     def _field_in(self, views: Mapping[str, Tensor], field: str) -> Tensor:
@@ -567,7 +569,7 @@ class HostTable:
         Raises:
             ValueError: The table is a mapped file with several fields, which has no records.
         """
-        self._current_placement()
+        self.make_current()
         return self._records()[:]
 
     def _records(self) -> Tensor:
@@ -598,7 +600,7 @@ class HostTable:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
             torch.Size([2, 1, 2])
         """
-        self._current_placement(only_reads=True)
+        self.make_current(only_reads=True)
         if field is not None:
             rows = self.rows_to_read(field)
         else:
@@ -747,6 +749,7 @@ class HostTable:
             >>> HostTable(2, 2).zeros_()["weight"].tolist()
             [[0.0, 0.0], [0.0, 0.0]]
         """
+        # False can be cast to every dtype.
         return self.fill_(False, field, progress=progress)
 
     @_serialized
@@ -1106,11 +1109,11 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").settle()
         """
-        self._current_placement().settle()
+        self.make_current().settle()
 
     def settle_to_read(self) -> None:
         """Like settle(), for a caller that writes no rows: resident rows remain in their slots."""
-        self._current_placement(only_reads=True).settle()
+        self.make_current(only_reads=True).settle()
 
     def flush(self) -> None:
         """Calls settle(), and with memory="file" writes all rows to the disk.
@@ -1122,7 +1125,7 @@ class HostTable:
         Example:
             >>> HostTable(2, 1, memory="plain").flush()
         """
-        self._current_placement().flush()
+        self.make_current().flush()
 
     def close(self) -> None:
         """Calls flush() and frees the memory once no view is left, even if a CUDA graph uses it.

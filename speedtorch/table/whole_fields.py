@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedtorch.memory import host_memory
 from speedtorch.ops.functions import pinned_copy
-from speedtorch.table.host_table import is_same
+from speedtorch.table.host_table import is_same_view
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.read_only_rows import ReadOnlyRows, in_own_storage
 from speedtorch.table.resident_rows import reading_only
@@ -76,7 +76,7 @@ class WholeFields:
                 field[local.start : local.stop].copy_(value[whole.start : whole.stop])
         else:
             self._check_share(value, blocks)
-            if not is_same(value.field, field):
+            if not is_same_view(value.field, field):
                 for _, local in blocks:
                     rows = slice(local.start, local.stop)
                     field[rows].copy_(value.field[rows])
@@ -147,7 +147,7 @@ def reading_state() -> AbstractContextManager[None]:
 
 def _convert(value: Tensor, field: Tensor) -> None:
     """Copies rows to a field. Rows from a GPU are converted and copied in blocks."""
-    if is_same(value, field):
+    if is_same_view(value, field):
         return
     if not value.is_cuda or field.is_cuda:
         field.copy_(value)

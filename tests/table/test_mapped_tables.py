@@ -341,7 +341,7 @@ def test_a_closed_mapped_table_lets_its_file_go(saved: Path) -> None:
     row = table["weight"][3]
     table.close()
     with pytest.raises(ValueError, match="this table is closed"):
-        table.check()
+        table.make_current()
     assert row.tolist() == rows_in(saved)[3].tolist()
     del table, row
     assert len(os.listdir("/proc/self/fd")) == len(before)
