@@ -56,7 +56,7 @@ from speedtorch.ops.functions import (
     synchronize,
     table_ids,
 )
-from speedtorch.ops.log_switches import DUMPED_CALLS, LOGS_CALLS, REPORTS_ALIVE
+from speedtorch.ops.log_switches import LOGS_CALLS, MAX_DUMPED_CALLS, REPORTS_ALIVE
 from speedtorch.optim.attach import attach, detach
 from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.grad_scaler import GradScaler
@@ -140,7 +140,7 @@ if LOGS_CALLS:
     from speedtorch.ops.call_log import log_calls
 
     log_calls(sys.modules[__name__], optim)
-if DUMPED_CALLS:
+if MAX_DUMPED_CALLS:
     from speedtorch.dump_file import write_dump
     from speedtorch.ops.op_dump import write_by
 

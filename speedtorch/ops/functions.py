@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from speedtorch.ops.log_switches import DUMPED_CALLS
+from speedtorch.ops.log_switches import MAX_DUMPED_CALLS
 from speedtorch.torch_internals import (
     below_autograd,
     is_forward_mode,
@@ -31,7 +31,7 @@ from speedtorch.torch_internals import (
     written_arguments,
 )
 
-if DUMPED_CALLS:
+if MAX_DUMPED_CALLS:
     from speedtorch.ops.op_dump import recorded
 
 __all__ = [
@@ -76,7 +76,7 @@ except ImportError as error:
 
 def _checked(op: Any) -> Callable[..., Any]:
     """Wraps an op to raise torch.OutOfMemoryError, which a stable-ABI library cannot throw."""
-    if DUMPED_CALLS:
+    if MAX_DUMPED_CALLS:
         op = recorded(op)
 
     def call(*args: object) -> Any:

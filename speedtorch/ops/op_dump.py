@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from speedtorch import torch_internals as internals
 from speedtorch.ops.call_log import call_text
-from speedtorch.ops.log_switches import DUMPED_CALLS
+from speedtorch.ops.log_switches import MAX_DUMPED_CALLS
 
 __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 
@@ -31,7 +31,7 @@ _HANDLES = {"plan_parts": 3}
 _NO_HANDLE = -1
 _process = os.getpid()  # calls of a forked child are not recorded
 _path = Path(f"speedtorch-dump-{_process}.safetensors").absolute()
-_calls: deque[dict[str, Any]] = deque(maxlen=DUMPED_CALLS)
+_calls: deque[dict[str, Any]] = deque(maxlen=MAX_DUMPED_CALLS)
 _writers: list[Callable[[Path, Sequence[dict[str, Any]]], object]] = []
 """The function that writes calls to a file.
 
@@ -118,7 +118,7 @@ def _write(why: str) -> None:
     atexit.unregister(_write)  # so that the exit does not overwrite an error's dump
     log.warning(
         "%s: `speedtorch replay %s` runs the last operators again (at most %d of %d MiB each)",
-        *(why, _path, DUMPED_CALLS, _MAX_BYTES >> 20),
+        *(why, _path, MAX_DUMPED_CALLS, _MAX_BYTES >> 20),
     )
 
 

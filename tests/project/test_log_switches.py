@@ -99,7 +99,7 @@ def value_of(entries: list[Any], name: str) -> Any:
 def test_values(value: str, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEEDTORCH_LOG", value)
     read = runpy.run_path(log_switches.__file__)
-    assert (read["LOGS_CALLS"], read["DUMPED_CALLS"], read["REPORTS_ALIVE"]) == expected
+    assert (read["LOGS_CALLS"], read["MAX_DUMPED_CALLS"], read["REPORTS_ALIVE"]) == expected
 
 
 @pytest.mark.parametrize("value", ["call", "1", "dump:0", "dump:", "dump:1000", "calls;dump"])
