@@ -1,4 +1,4 @@
-"""Deltas: chooses the tensors of an incremental checkpoint, with only changed rows of tables."""
+"""change_since: chooses the tensors of an incremental checkpoint, only changed rows of tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.checkpoints.change_tracking import Changed, changed_rows
-from speedtorch.checkpoints.generations import chosen
+from speedtorch.checkpoints.generations import existing_number
 from speedtorch.checkpoints.joined_files import JoinedRows
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
@@ -18,7 +18,7 @@ from speedtorch.files.field_blocks import SelectedRows
 from speedtorch.parallel.collectives import Collectives, run_on_all
 from speedtorch.table.row_shard import RowShard
 
-__all__ = ["Change", "change_since"]
+__all__ = ["TensorsToWrite", "change_since"]
 
 _Written = TypeVar("_Written")
 
@@ -26,11 +26,11 @@ LONGEST_CHAIN = 256  # a load uses one file descriptor for each file of the chai
 _IDS = "changed rows"  # prefix of the ids' keys
 
 
-class Change(NamedTuple):
+class TensorsToWrite(NamedTuple):
     """The tensors to write, by key."""
 
     base: SavedGeneration | None
-    own: dict[str, Tensor | SelectedRows]  # written by one process, the first rank
+    of_first_rank: dict[str, Tensor | SelectedRows]  # empty on other ranks
     shared: dict[str, JoinedRows]  # written by all ranks together
     ids_of: dict[str, str]  # the key of changed rows -> the key of their ids
 
@@ -42,22 +42,22 @@ class Change(NamedTuple):
 
 def change_since(
     ranks: Collectives, folder: str, base: int | None, tensors: SavedTensors
-) -> Change:
+) -> TensorsToWrite:
     """Finds the changes since `base`; all tensors without a base, or if its chain is too long."""
 
-    def full_change() -> Change:
+    def all_tensors() -> TensorsToWrite:
         """All rows of all tensors."""
         shared = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items()}
-        return Change(None, {**tensors.by_key}, shared, {})
+        return TensorsToWrite(None, {**tensors.by_key}, shared, {})
 
     if base is None:
-        return full_change()
+        return all_tensors()
     opened: list[SavedGeneration] = []
     changed: dict[str, Changed[Tensor | SelectedRows]] = {}
 
     def find_changes() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
-        """Returns groups and counts of changed rows, and taken keys; None for a long chain."""
-        opened.append(SavedGeneration.opened(folder, chosen(folder, base)))
+        """Returns groups and counts of changed rows, and keys like ids' keys, or None."""
+        opened.append(SavedGeneration.opened(folder, existing_number(folder, base)))
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None
         changed.update(changed_rows(opened[0], tensors.all_by_key))
@@ -66,14 +66,14 @@ def change_since(
 
     found = [changes for changes in run_on_all(ranks, find_changes) if changes is not None]
     if len(found) < ranks.size:
-        return full_change()
-    of_ranks, (names, *_) = zip(*found, strict=True)
-    joined = dict(_joined(tensors.shared, changed, of_ranks, ranks.rank))
+        return all_tensors()
+    by_rank, (keys, *_) = zip(*found, strict=True)
+    joined = dict(_joined(tensors.shared, changed, by_rank, ranks.rank))
     rest = {key: JoinedRows.of(rows) for key, rows in tensors.shared.items() if key not in joined}
-    shared, ids_of = _delta(rest, joined, taken={*tensors.shared, *names})
+    shared, ids_of = _delta(rest, joined, taken={*tensors.shared, *keys})
     local = {key: change for key, change in changed.items() if key in tensors.by_key}
-    own, own_ids_of = _delta(tensors.by_key, local, taken=shared)
-    return Change(opened[0], own, shared, own_ids_of | ids_of)
+    of_first_rank, local_ids_of = _delta(tensors.by_key, local, taken=shared)
+    return TensorsToWrite(opened[0], of_first_rank, shared, local_ids_of | ids_of)
 
 
 def _delta(
@@ -85,38 +85,38 @@ def _delta(
 
     The ids' keys are new and not in `taken`. The second dict maps the rows' keys to them.
     """
-    made, ids_of, names = dict(tensors), dict[str, str](), dict[Hashable, str]()
+    made, ids_of, ids_keys = dict(tensors), dict[str, str](), dict[Hashable, str]()
     for key, change in changed.items():
-        if change.group not in names:
-            found = (f"{_IDS}.{number}" for number in itertools.count(1))
-            names[change.group] = next(n for n in found if n not in made and n not in taken)
-            made[names[change.group]] = change.ids
-        made[key], ids_of[key] = change.rows, names[change.group]
+        if change.group not in ids_keys:
+            free = (f"{_IDS}.{number}" for number in itertools.count(1))
+            ids_keys[change.group] = next(k for k in free if k not in made and k not in taken)
+            made[ids_keys[change.group]] = change.ids
+        made[key], ids_of[key] = change.rows, ids_keys[change.group]
     return made, ids_of
 
 
 def _joined(
     shared: Mapping[str, RowShard],
-    own: Mapping[str, Changed[Tensor | SelectedRows]],
-    every: Sequence[Mapping[str, tuple[Hashable, int]]],
+    of_this_rank: Mapping[str, Changed[Tensor | SelectedRows]],
+    by_rank: Sequence[Mapping[str, tuple[Hashable, int]]],
     rank: int,
 ) -> Iterator[tuple[str, Changed[JoinedRows]]]:
     """Yields the joined changed rows, by key, of `shared` tensors whose changes all ranks know.
 
-    `own` has this rank's changes; `every` has each rank's groups and numbers of changed rows.
+    `by_rank` has each rank's groups and numbers of changed rows.
     """
     for key, rows in shared.items():
-        of_ranks = [known[key] for known in every if key in known]
-        if len(of_ranks) < len(every):
+        known = [changes[key] for changes in by_rank if key in changes]
+        if len(known) < len(by_rank):
             continue
-        counts = [count for _, count in of_ranks]
+        counts = [count for _, count in known]
         total, first = sum(counts), sum(counts[:rank])
         shape = (total, *rows.shape[1:])
         yield (
             key,
             Changed(
-                tuple(group for group, _ in of_ranks),
-                JoinedRows(shape, rows.dtype, {first: own[key].rows}),
-                JoinedRows((total,), torch.int64, {first: own[key].ids}),
+                tuple(group for group, _ in known),
+                JoinedRows(shape, rows.dtype, {first: of_this_rank[key].rows}),
+                JoinedRows((total,), torch.int64, {first: of_this_rank[key].ids}),
             ),
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtorch.checkpoints.background_saves import copies
 from speedtorch.checkpoints.change_tracking import SavedVersions, begin_versions, remember
-from speedtorch.checkpoints.deltas import Change
+from speedtorch.checkpoints.deltas import TensorsToWrite
 from speedtorch.checkpoints.generations import Generation, generations_of, new_generation
 from speedtorch.checkpoints.joined_files import JoinedFile, JoinedRows
 from speedtorch.checkpoints.rendezvous import Rendezvous
@@ -48,7 +48,7 @@ class GenerationWriter:
 
     _ranks: Collectives
     _folder: str
-    change: Change
+    to_write: TensorsToWrite
     _values: Mapping[str, Any]
     _stack: ExitStack
 
@@ -56,12 +56,12 @@ class GenerationWriter:
         self._switching = self._stack.enter_context(ExitStack())
         self._files = [
             JoinedFile(f"rows-{at:05d}.safetensors", shard)
-            for at, shard in enumerate(_shards(self.change.shared), 1)
+            for at, shard in enumerate(_shards(self.to_write.shared), 1)
         ]
         # First this rank's rows of each file that all ranks write, then the files that only the
-        # first rank writes. On other ranks `change.own` is empty.
+        # first rank writes. On other ranks `to_write.of_first_rank` is empty.
         self.jobs: list[Mapping[Any, Tensor | SelectedRows]] = [file.own for file in self._files]
-        self.jobs += _shards(self.change.own)
+        self.jobs += _shards(self.to_write.of_first_rank)
         self._entries: list[dict[str, Any]] = []
         self._copies: list[dict[Any, Tensor]] = []
         self._versions: SavedVersions = []
@@ -72,9 +72,9 @@ class GenerationWriter:
         def make() -> Generation:
             """Creates the hidden folder and checks the free space, on the first rank."""
             needed = partial(base_of, self._folder)
-            new = new_generation(self._folder, keep, needed, self.change.base_number)
+            new = new_generation(self._folder, keep, needed, self.to_write.base_number)
             made = self._switching.enter_context(new)
-            tensors = (*self.change.own.values(), *self.change.shared.values())
+            tensors = (*self.to_write.of_first_rank.values(), *self.to_write.shared.values())
             nbytes, status = sum(tensor.nbytes for tensor in tensors), os.statvfs(self._folder)
             if status.f_blocks and nbytes > (free := status.f_bavail * status.f_frsize):
                 text = f"the checkpoint needs {nbytes:,} bytes, but {free:,} are free"
@@ -165,12 +165,12 @@ class GenerationWriter:
 
     def _switch(self) -> tuple[int, int, str]:
         """Publishes the checkpoint; returns its number, total bytes and digest."""
-        base = self.change.base
+        base = self.to_write.base
         with self._switching.pop_all():
             content = {"version": VERSION, "files": self._entries, "parts": self._values}
             if base is not None:
                 entry = {"generation": base.number, "sha256": base.digest}
-                content["base"] = {**entry, "rows": self.change.ids_of}
+                content["base"] = {**entry, "rows": self.to_write.ids_of}
             text = json.dumps({"format": FORMAT, **content}, separators=(",", ":")).encode()
             self._write_small("manifest.json", text)
             self._write_small("manifest.crc32", f"{zlib.crc32(text):08x}\n".encode())

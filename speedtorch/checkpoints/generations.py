@@ -23,7 +23,12 @@ from speedtorch.files.new_files import TOKEN, new_folder, new_token, rename_fold
 from speedtorch.files.system_calls import calls, sync_folder
 
 __all__ = [
-    *("Generation", "check_number", "chosen", "generations_of", "new_generation", "path_of"),
+    "Generation",
+    "check_number",
+    "existing_number",
+    "generations_of",
+    "new_generation",
+    "path_of",
 ]
 
 _NAME = re.compile(r"generation-([0-9]{8,})")
@@ -66,7 +71,7 @@ def check_number(what: str, given: object) -> None:
         raise TypeError(f"{what}: expected a number such as Saved.generation, got {given!r}")
 
 
-def chosen(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
+def existing_number(folder: str, generation: int | None, damaged: Mapping[int, str] = {}) -> int:
     """The number of an existing checkpoint: `generation`, or the last that is not `damaged`.
 
     Raises FileNotFoundError if it does not exist, ValueError if all are damaged.

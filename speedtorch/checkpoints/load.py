@@ -22,7 +22,7 @@ from speedtorch.checkpoints.change_tracking import (
     unchanged,
     write_changes,
 )
-from speedtorch.checkpoints.generations import check_number, chosen, generations_of
+from speedtorch.checkpoints.generations import check_number, existing_number, generations_of
 from speedtorch.checkpoints.load_checks import check_loads, shares_rows
 from speedtorch.checkpoints.load_ranks import LoadRanks
 from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
@@ -118,7 +118,7 @@ def load(
                     f" {type(wrong[0]).__name__}. load() returns values such as numbers."
                 )
         while True:
-            number = chosen(folder, generation, damaged)
+            number = existing_number(folder, generation, damaged)
             try:
                 opened = SavedGeneration.opened(folder, number)
                 if bad := [link.number for link in opened.chain if link.number in damaged]:

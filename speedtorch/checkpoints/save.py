@@ -224,8 +224,8 @@ def _begin(
         if ranks.rank:
             tensors.by_key.clear()  # the first rank writes them
         progress = False if tensors.shared else progress
-        change = change_since(ranks, folder, base, tensors)
-        writing = GenerationWriter(ranks, folder, change, values, stack)
+        to_write = change_since(ranks, folder, base, tensors)
+        writing = GenerationWriter(ranks, folder, to_write, values, stack)
         later = 0
         if in_background:
             hosts = ranks.all_gather(this_machine())
@@ -242,7 +242,7 @@ def _begin(
         with rest:
             number, nbytes = writing.finish()
         seconds = time.perf_counter() - begin
-        return Saved(path_of(folder, number), number, nbytes, seconds, change.base_number, waited)
+        return Saved(path_of(folder, number), number, nbytes, seconds, to_write.base_number, waited)
 
     return finish, rest
 

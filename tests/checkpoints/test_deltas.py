@@ -495,4 +495,4 @@ def test_a_table_that_cannot_be_used_is_no_matter(tmp_path: Path) -> None:
     os.truncate(tmp_path / "rows", 10)
     assert speedtorch.save(tmp_path / "run", rows=torch.ones(3)).generation == 1
     with pytest.raises(ValueError):
-        other.check()
+        other.make_current()
