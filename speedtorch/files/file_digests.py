@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from speedtorch.files.file_format import Read
+from speedtorch.files.file_format import ReadAt
 from speedtorch.files.threads import MOST_THREADS, threads
 from speedtorch.ops.functions import chunk_digests
 
@@ -33,7 +33,7 @@ def crc32c(data: memoryview) -> int:
 
 
 def digests_of(
-    read: Read,
+    read: ReadAt,
     nbytes: int,
     chunks: Iterable[int],
     on_bytes: Callable[[int], object] = lambda count: None,
@@ -54,7 +54,7 @@ def digests_of(
 
 
 def all_digests(
-    read: Read,
+    read: ReadAt,
     nbytes: int,
     on_bytes: Callable[[int], object],
     digest_of: Callable[[memoryview], int] = crc32c,

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FileFormat", "NewContent", "Read", "StoredArray", "are_sizes", "listed"]
+__all__ = ["FileFormat", "NewContent", "ReadAt", "StoredArray", "are_sizes", "joined_names"]
 
-Read = Callable[[memoryview, int], None]
+ReadAt = Callable[[memoryview, int], None]
 """read(view, offset) fills a view with a file's bytes from `offset` on, or raises ValueError."""
 
 NewContent = tuple[str, bytes, list[Tensor]]
@@ -35,7 +35,7 @@ class StoredArray:
 
 
 class FileFormat(Protocol):
-    """The format of table files with one ending: a module that FORMATS names."""
+    """The format of table files with one ending: a module in table_files.FORMATS."""
 
     def files_to_write(self, path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
         """Returns the files to write for these fields."""
@@ -43,15 +43,16 @@ class FileFormat(Protocol):
     def files_to_read(self, path: str, names: Collection[str] | None) -> dict[str, list[str]]:
         """Returns the possible paths of each file, by the prefix of its fields' names.
 
+        Examples are `{"": ["t.safetensors"]}` and `{"weight": ["<hidden folder>/t.npy", "t.npy"]}`.
         The first path that exists is the file. `names` limits the fields (None: all fields).
         """
 
-    def read_arrays(self, read: Read, size: int) -> dict[str, StoredArray]:
+    def read_arrays(self, read: ReadAt, size: int) -> dict[str, StoredArray]:
         """Returns a file's arrays by name without the prefix; ValueError if `size` does not fit."""
 
 
-def listed(names: Collection[str]) -> str:
-    """Formats at most 20 names for an error message."""
+def joined_names(names: Collection[str]) -> str:
+    """Joins names for an error message, at most 20 of them."""
     shown = ", ".join(islice(names, 20))
     return shown if len(names) <= 20 else f"{shown}, and {len(names) - 20:,} more"
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
+from speedtorch.files.file_format import NewContent, ReadAt, StoredArray, are_sizes
 from speedtorch.files.new_files import switch_folder
 
 __all__ = ["NPY_DTYPES", "files_to_read", "files_to_write", "npy_header", "read_arrays"]
@@ -111,7 +111,7 @@ def _names(path: str) -> list[str]:
     return sorted(name for name in ours if "." not in name)
 
 
-def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
+def read_arrays(read: ReadAt, size: int) -> dict[str, StoredArray]:
     """See FileFormat."""
     start = bytearray(min(size, _HEADER_BYTES))
     read(memoryview(start), 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtorch.files.file_format import NewContent, Read, StoredArray, are_sizes
+from speedtorch.files.file_format import NewContent, ReadAt, StoredArray, are_sizes
 from speedtorch.files.npy_format import NPY_DTYPES
 
 __all__ = ["files_to_read", "files_to_write", "read_arrays"]
@@ -50,7 +50,7 @@ def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[st
     return {"": [path]}
 
 
-def read_arrays(read: Read, size: int) -> dict[str, StoredArray]:
+def read_arrays(read: ReadAt, size: int) -> dict[str, StoredArray]:
     """Reads and checks the header of a file of `size` bytes; see FileFormat."""
     length = bytearray(min(size, 8))
     read(memoryview(length), 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speedtorch.files import npy_format, safetensors_format
 from speedtorch.files.field_blocks import SelectedRows, byte_rows, write_blocks
-from speedtorch.files.file_format import FileFormat, StoredArray, listed
+from speedtorch.files.file_format import FileFormat, StoredArray, joined_names
 from speedtorch.files.new_files import NewFile, replace_files
 from speedtorch.files.system_calls import OpenFile, open_to_read, path_in_errors
 from speedtorch.ops.shapes import check_span
@@ -156,7 +156,7 @@ def open_fields(
                 raise ValueError("the file has no field")
             if field is not None:
                 if field not in stored:
-                    names = listed([*map(repr, stored)])
+                    names = joined_names([*map(repr, stored)])
                     raise ValueError(f"the file has no field {field!r}. Choose one of {names}.")
                 stored = {"weight": stored[field]}
             counts = {array.shape[:1] for array in stored.values()}

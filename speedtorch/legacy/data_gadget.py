@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from speedtorch.files.file_format import listed
+from speedtorch.files.file_format import joined_names
 from speedtorch.files.table_files import StoredField, open_fields
 from speedtorch.legacy import families
 from speedtorch.legacy.batch_ids import Indexes, as_tensor, flat_index
@@ -156,7 +156,7 @@ class GadgetSwitcher(OneField):
 def _only(stored: Mapping[str, _Field]) -> _Field:
     """The single tensor of a file, or the one that `field` has chosen."""
     if len(stored) > 1:
-        raise ValueError(f"field must be one of the file's {listed(stored)}, got None")
+        raise ValueError(f"field must be one of the file's {joined_names(stored)}, got None")
     return next(iter(stored.values()))
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from speedtorch.files.file_format import listed
+from speedtorch.files.file_format import joined_names
 from speedtorch.files.table_files import open_fields
 from speedtorch.memory.byte_count import bytes_of
 from speedtorch.memory.placement import MemoryKind
@@ -907,8 +907,8 @@ def opened(argument: str, source: RowsOrPath, memory: MemoryKind) -> Rows:
 def _check_fields(argument: str, source: str, fields: Sequence[str], table: str) -> None:
     if "weight" not in fields:
         raise ValueError(
-            f"{argument}: {source} has no field 'weight'. Its fields are {listed(fields)}. Pass the"
-            f" rows themselves, such as {table}[{fields[0]!r}]."
+            f"{argument}: {source} has no field 'weight'. Its fields are {joined_names(fields)}."
+            f" Pass the rows themselves, such as {table}[{fields[0]!r}]."
         )
 
 

@@ -25,7 +25,7 @@ from torch import optim
 import speedtorch
 from speedtorch.checkpoints.saved_generation import SavedGeneration
 from speedtorch.files import npy_format, safetensors_format
-from speedtorch.files.file_format import Read, StoredArray
+from speedtorch.files.file_format import ReadAt, StoredArray
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -100,7 +100,7 @@ def check(call: Callable[[bytes], object], given: Iterator[bytes]) -> tuple[int,
     return results, errors
 
 
-def read_of(data: bytes) -> Read:
+def read_of(data: bytes) -> ReadAt:
     def read(view: memoryview, offset: int) -> None:
         part = data[offset : offset + len(view)]
         if len(part) < len(view):
