@@ -36,10 +36,10 @@ class BatchExchange(Switcher):
         """Sets the table's size and dtype. Raises ValueError unless rows fit the parameter."""
         self.total_classes = rows
         self.embed_dimension = embed_dimension
-        self._shape = row_shape(embed_dimension, "embed_dimension")
+        self._row_shape = row_shape(embed_dimension, "embed_dimension")
         self._dtype = as_dtype(dtype, argument)
         parameter = self._parameter()
-        if parameter.dim() == 0 or parameter.shape[1:] != self._shape:
+        if parameter.dim() == 0 or parameter.shape[1:] != self._row_shape:
             raise ValueError(
                 f"embed_dimension={embed_dimension} does not match the rows of {variable}, which"
                 f" have the shape {list(parameter.shape[1:])}. Pass that shape, or build the model"

@@ -1,4 +1,7 @@
-"""COM: a square table of counts per pair of classes, such as a co-occurrence matrix."""
+"""COM: a square table of counts per pair of classes, such as a co-occurrence matrix.
+
+Switcher explains the class arguments such as `place`, and creates the constructors.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ class CountSwitcher(OneField):
     _how_to_start = "comInit() or a load method first"
 
     def _start(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
-        """Checks the arguments; comInit allocates the table."""
+        """Stores the arguments; comInit allocates the table."""
         self.total_classes = total_classes
-        self._shape = (total_classes,)
+        self._row_shape = (total_classes,)
         self._dtype = families.as_dtype(datatype, "datatype")
 
     def comInit(self) -> None:
@@ -53,9 +56,10 @@ class COM(CupyFiles, CountSwitcher, place=families.host_or_variable, datatype="i
         """Allocates the table `[total_classes, total_classes]` with zeros.
 
         Args:
-            CPUPinn: The same as the constructor's argument.
+            CPUPinn: True has the same effect as in the constructor. False keeps the constructor's
+                choice.
         """
-        place = families.host_or_variable(True) if CPUPinn else self._place
+        place = families.host_or_variable(CPUPinn=True) if CPUPinn else self._place
         self._store(self._make(place))
 
 
@@ -78,6 +82,6 @@ class COMMM(MappedFiles, CountSwitcher, place=families.in_file, diskname="COM", 
         """Allocates the table `[total_classes, total_classes]` with zeros.
 
         Args:
-            CPUPinn: No effect, as in the constructor.
+            CPUPinn: No effect except a warning if True, as in the constructor.
         """
         self._store(self._make(families.in_file(self._place.diskname, CPUPinn)))

@@ -42,7 +42,7 @@ class Switcher(ABC):
     """
 
     total_classes: int
-    _shape: tuple[int, ...]
+    _row_shape: tuple[int, ...]
     _dtype: torch.dtype
     _place: TablePlace
     _how_to_start = ""  # the methods that create the table, for errors
@@ -167,7 +167,7 @@ class OneField(Switcher):
     """A Switcher with a single field, "weight"."""
 
     def _row_fields(self) -> Fields:
-        return {"weight": (self._shape, self._dtype)}
+        return {"weight": (self._row_shape, self._dtype)}
 
     def getNumpyVersion(self) -> npt.NDArray[Any]:
         """A copy of all rows as a NumPy array, which later exchanges do not change.
