@@ -651,9 +651,11 @@ void host_unregister(int64_t pin, bool tensor_is_gone) {
                             ? is_captured(found->second)
                             : std::any_of(all->detached.begin(), all->detached.end(), has_pin);
   if (captured && !tensor_is_gone) {
+    // After a resize the tensor has other memory, and only release() reaches the detached block.
     throw std::runtime_error(
-        "unpin_memory_: a captured CUDA graph may still use the tensor. If no such graph will be "
-        "replayed, call speedtorch.memory.release(tensor) first");
+        text("unpin_memory_: a captured CUDA graph may still use the tensor. If no such graph will "
+             "be replayed, call speedtorch.memory.",
+             is_listed ? "release(tensor)" : "release()", " first"));
   }
   if (!is_listed) return;
   found->second->tensor_gone = tensor_is_gone;
