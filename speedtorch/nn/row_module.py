@@ -439,7 +439,7 @@ class RowModule(nn.Module):
     def capacity(self) -> int | None:
         """The maximum of unique rows in a step; less than `capacity=` if the table is smaller.
 
-        None without `capacity=`.
+        The value is None without `capacity=`.
         """
         return self.trained_rows.exchange.memory.capacity
 

@@ -82,9 +82,9 @@ class TableRanges:
     def ids_of_rank(self, source: Source, device: torch.device, *, planned: bool) -> TableIds:
         """Converts feature ids to row ids as ids_of() does, if rows are sharded among ranks.
 
-        Only the same tensors reuse a result, because values may differ on other ranks. Results that
-        are `planned` ahead are never evicted for others. A lookup's ids serve only that lookup. The
-        lookup finds bad ids on all ranks.
+        A result that is `planned` ahead is remembered while its row ids are alive. Only lookups of
+        the same tensors reuse it, because values that are equal here may differ on other ranks. The
+        result for a lookup is not reused. The lookup finds bad ids on all ranks.
         """
         place = (device, False)
         self._awaited = [entry for entry in self._awaited if entry[-1]() is not None]

@@ -137,8 +137,8 @@ class AttachedState(StepState):
     def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Returns the state of all rows, or None before the constructor or a step has made it.
 
-        The state is a contiguous copy if memory is large enough. On strided memory torch computes
-        with other instructions, which round the last bits differently.
+        The state is a contiguous copy, or a view if WholeFields.saved() does not copy. On strided
+        memory torch computes with other instructions, which round the last bits differently.
         """
         self.complete()
         if not self._has_stepped and not self.entries():
@@ -357,7 +357,7 @@ class SavedState:
                 rows.exchange.held.complete(ahead=False)
 
     def _write_back(self) -> None:
-        """Ends the current batch and writes the rows back to the tables, before state is loaded."""
+        """Discards announced ids and writes rows back to the tables, before state is loaded."""
         for state in self.states:
             state.table_rows.exchange.steps.give_up()
             state.table_rows.write_back()

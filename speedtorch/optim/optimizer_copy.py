@@ -65,7 +65,7 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The options in a parameter's group that are constructor arguments and determine the state.
+    """The numbers, texts and tuples in a parameter's group that are constructor arguments.
 
     Entries that the optimizer itself has added to the group, such as counters, are left out.
     """

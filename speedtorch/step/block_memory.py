@@ -109,9 +109,10 @@ class BlockMemory(RowMemory):
         return self._blocks.is_halted if self.held.now.batches else None
 
     def stop(self, fault: Tensor) -> None:
-        """If `fault`, `[1]` on the device, is not 0: writes rows back, then steps no row.
+        """If `fault`, `[1]` on the device, is not 0: writes the rows back and drops later changes.
 
-        The caller holds `lock`. After the caller raises the error, it calls resume().
+        No row is loaded until resume(), which the caller calls after it has raised the error. The
+        caller holds `lock`.
         """
         if self.held.now.batches:
             self._blocks.stop(fault)

@@ -13,7 +13,7 @@ from speedtorch.ops.functions import _ops
 __all__ = ["CapturingGraphs"]
 
 _SECONDS_TO_GO = 0.2
-"""The longest time that CUDA's own thread needs to report a freed graph."""
+"""How long remain() waits for CUDA's own thread, which reports a freed graph."""
 
 
 class CapturingGraphs:
@@ -34,7 +34,7 @@ class CapturingGraphs:
         return bool(self._captures)
 
     def remain(self, device: torch.device) -> bool:
-        """Whether a graph exists after a wait for its work, when CUDA frees a deleted graph."""
+        """Whether a graph still exists after its work is done: CUDA frees a deleted graph then."""
         if not self.are_alive:
             return False
         gc.collect()

@@ -260,7 +260,10 @@ class FixedBlocks:
             self.clear()
 
     def stop(self, fault: Tensor) -> None:
-        """If `fault`, `[1]`, is not 0: writes the rows back as they are, then loads no row."""
+        """If `fault`, `[1]`, is not 0: writes the rows back as they are and empties the blocks.
+
+        The blocks load no row until resume().
+        """
         number = torch.where(fault > 0, self._number, self._none)
         held = Counted(self.rows, self.ids, self._every, number)
         self.store.exchange_counted(self._fields, held, self._none_of(self._incoming_rows))

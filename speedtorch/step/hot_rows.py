@@ -46,7 +46,7 @@ class Refresh(NamedTuple):
 
 
 def surely_above(uses: int) -> int:
-    """The number of uses that is significantly more than `uses`.
+    """The smallest number of uses that is significantly more than `uses`.
 
     Uses are counts of events: the standard deviation of their difference is the root of their sum.
     """

@@ -816,9 +816,9 @@ class HostTable:
     ) -> _Self:
         """Runs a function such as torch.nn.init's on `rows` of a field. See HostTable for the rest.
 
-        `function(tensor, *args, **kwargs)` must change the tensor in place and do nothing else. It
-        is called on a stand-in with the shape of the rows, which records its operations. If they
-        are elementwise, they run on parts of the rows. Functions that need the whole tensor
+        `function(tensor, *args, **kwargs)` must change the tensor in place and do nothing else. A
+        call on a stand-in with the shape of the rows records the function's operations. Elementwise
+        operations then run on parts of the rows. Functions that need the whole tensor
         (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) are called again, on a copy of the rows. With
         `share` the rows get the values that they would have in a larger table.
 
@@ -1128,10 +1128,11 @@ class HostTable:
         self.make_current().flush()
 
     def close(self) -> None:
-        """Calls flush() and frees the memory once no view is left, even if a CUDA graph uses it.
+        """Calls flush(), and frees the memory once no view of it is left.
 
-        The file of memory="file" remains. A second close() does nothing. Any other use raises
-        ValueError, even by a module that trains the rows.
+        A captured CUDA graph of single ops on the rows does not keep the memory: do not replay the
+        graph. The file of memory="file" remains. A second close() does nothing. Any other use
+        raises ValueError, even by a module that trains the rows.
 
         Raises:
             IndexError, OSError: See flush(). The table is closed all the same, unless resident rows
