@@ -20,9 +20,9 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     NVLink-C2C). With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows
     (docs/cache.md). If all ids are equally frequent, a cache of a tenth serves a tenth.
 
-    The cache selects the most frequently loaded rows between two steps (with speedtorch.graphed,
-    between two replays), before the 4th, the 16th and then every 64th exchange that writes rows
-    back. A row replaces another only if the other was loaded significantly less often.
+    The cache selects the most frequently loaded rows before the 4th, the 16th and then every 64th
+    exchange that writes rows back. With speedtorch.graphed it does so between two replays. A row
+    replaces another only if the other was loaded significantly less often.
 
     The bytes are divided equally among the tables of the module, with at least one row for each
     table. Bytes that a small table does not need go to others. attach() and resize() divide the

@@ -40,9 +40,9 @@ class Embedding(RowModule, nn.Embedding):
     the result of a plain parameter, or raises NotImplementedError with the remedy;
     docs/embedding.md lists both kinds. weight[ids] is a lookup. Functions of all rows run in host
     memory, and a backward through their results raises. torch.nn.init and in-place methods change
-    all rows; most of them run at the first use of rows if there was none yet. weight.grad is also
-    [num_embeddings, embedding_dim], and zero except for the rows of step_ids. The weight keeps the
-    table alive.
+    all rows. Before the first use of rows, most of them are only recorded, and run at this use.
+    weight.grad is also [num_embeddings, embedding_dim], and zero except for the rows of step_ids.
+    The weight keeps the table alive.
 
     The table allocates memory at first use. After an exception in training (out of memory, Ctrl-C)
     every row is as before the step or as after the step, and training can continue.

@@ -231,8 +231,8 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     planning and continues with the faster way. Ranks of one machine that share rows decide this
     together. Ranks of several machines always plan. Without a GPU, and within another loop over the
     same rows, batches are returned without a plan. A GPU loop that has stopped planning does not
-    call `ids` if its last result had one lookup in each module and no capacity, and no table has
-    resident rows of a file.
+    call `ids`, either. It still does if `ids` names several lookups of a module or a module with a
+    capacity, or if a table has resident rows of a file.
 
     Pass the tensors that `ids` returns to the lookups. Other tensors with the same ids work too,
     but the search for their plan makes the host wait. If rows have a capacity and a step several

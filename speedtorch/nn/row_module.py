@@ -530,9 +530,9 @@ class RowModule(nn.Module):
           a step that raised an exception are discarded in this way.
 
         Ids on the CPU are recognized by their values, ids on a GPU only as the same unchanged
-        tensor. If a step looks up one announced tensor, but in place of a second one a slice, a
-        view or a copy on another device, optimizer.step() raises only if these tensors are on the
-        CPU and an announced id was not looked up.
+        tensor. A step may look up one announced tensor, but in place of a second one a slice, a
+        view or a copy on another device. optimizer.step() then raises only if these tensors are on
+        the CPU and an announced id was not looked up.
 
         Args:
             *ids: The tensors that the lookups will receive, of any shape, on the CPU or a GPU.

@@ -139,8 +139,9 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
         them). `inverse` [n] is the entry of `unique` for each position. `order` [n] lists the
         positions sorted by id, equal ids in index order. Positions
         `order[offsets[k]:offsets[k + 1]]` have the id `unique[k]` (`offsets` [n + 1]). `status` [8]
-        is the number of ids out of range, the first such position (n if none), its id, u, rows, n,
-        the first position whose id also occurs earlier (n if none), its id.
+        begins with the number of ids out of range, the first such position (n if none) and its id.
+        Then follow u, rows and n. The last two are the first position whose id also occurs earlier
+        (n if none), and its id.
 
     Raises:
         IndexError: An id on the CPU is not in [0, rows). For ids on a GPU, the op that uses the
@@ -389,9 +390,10 @@ resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slo
 """Finds the slots of rows: `(handle, rows, changing, lease)`. Reads records that have no slot.
 
 The first `changing` rows, which then count as changed, form one list and the other rows another.
-Returns the slots of each list in ascending order, the positions of their rows in the list, and the
-errno and the row of a failed file call, or 0. Before a slot is reused for another row, a changed
-row in it is written to the file. Rows keep their slots until resident_release(handle, lease).
+Returns the slots of each list in ascending order, and the positions of their rows in the list. The
+third tensor has the errno and the row of a failed file call, or 0. Before a slot is reused for
+another row, a changed row in it is written to the file. Rows keep their slots until
+resident_release(handle, lease).
 """
 
 

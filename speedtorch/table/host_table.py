@@ -151,10 +151,9 @@ class HostTable:
         path: The new file of memory="file", without a header. If another program shortens the file,
             later calls raise. A call that reads the file at that moment ends the process.
         resident: Bytes, or a text such as "64GiB", of host memory for the most used rows of
-            memory="file". Steps read other rows from the file and write changed rows when another
-            row needs the memory; the GPU reads resident rows in place. flush() and methods that
-            read rows write all changed rows. Until then another process sees older rows in the
-            file.
+            memory="file". The GPU reads these rows in place. Steps read other rows from the file,
+            and write changed rows when another row needs the memory. flush() and methods that read
+            rows write all changed rows. Until then another process sees older rows in the file.
 
     Attributes:
         rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
