@@ -47,14 +47,15 @@ class GradientSums:
         """
         backward = current_backward()
         continues = backward == self._backward and gradient is self._last_sum()
-        is_sparse = added.is_sparse or (gradient is not None and gradient.is_sparse)
+        if gradient is None or not continues:
+            self._parts = None
+        parts = (added, *(self._parts or ()))
+        is_sparse = gradient is not None and any(part.is_sparse for part in (gradient, *parts))
         if gradient is not None and continues and places is not None and not is_sparse:
             summed = self._add_some(gradient, added[: len(places)], places)
         else:
             summed = added if places is None else among_more(added, places, rows)
-            if gradient is None:
-                self._parts = None
-            else:
+            if gradient is not None:
                 summed = self._add_all(
                     gradient, summed, continues=continues, expects_more=expects_more
                 )
@@ -77,10 +78,15 @@ class GradientSums:
         if not continues:
             self._parts = (gradient.clone(), added.clone()) if expects_more else None
         elif self._parts is not None:
-            self._parts = (self._parts[0], self._parts[1] + added)
+            self._parts = (self._parts[0], _sum(self._parts[1], added))
         before, new = self._parts or (gradient, added)
-        is_sparse = gradient.is_sparse or added.is_sparse
-        return before + new if is_sparse else torch.add(before, new, out=gradient)
+        is_sparse = any(part.is_sparse for part in (gradient, before, new))
+        return _sum(before, new) if is_sparse else torch.add(before, new, out=gradient)
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Adds two gradients; torch requires that a dense one is the first."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def of_rows(gradient: Tensor, indices: Tensor, rows: int) -> Tensor:

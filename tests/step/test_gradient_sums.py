@@ -51,6 +51,22 @@ def test_steps_with_a_sparse_gradient_warn_of_nothing(sparse: bool) -> None:
     assert_same_bytes(found, expected)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("lookups", [1, 3])
+def test_dense_gradients_are_added_to_an_assigned_sparse_gradient(
+    lookups: int, sparse: bool
+) -> None:
+    plain, gradients = nn.Embedding(ROWS, WIDTH, sparse=sparse), []
+    for module in (plain, speedtorch.Embedding.from_module(plain)):
+        rows = [module.weight[IDS], module(IDS + 2), module(IDS + 3)][:lookups]
+        module.weight.grad = torch.sparse_coo_tensor(
+            IDS[None, :2], torch.ones(2, WIDTH), (ROWS, WIDTH), check_invariants=False
+        )
+        torch.stack([part * (k + 2) for k, part in enumerate(rows)]).sum().backward()
+        gradients.append(torch.tensor(module.weight.grad.numpy()))
+    assert_same_bytes(*gradients)
+
+
 class WrittenElements(TorchDispatchMode):
     """Counts the elements that operations write: all of a result, or those copied into it."""
 
