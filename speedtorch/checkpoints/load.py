@@ -205,16 +205,19 @@ def _prepared(
     known = [check_loads(*pair) for pair in pairs]
     for pair in pairs:
         fill_shards(*pair)
-    # Objects whose load may still raise are first, while the other objects are unchanged.
-    order = sorted(range(len(pairs)), key=known.__getitem__)
+
+    def load_parts(checked: bool) -> None:
+        for (_, part, state), is_known in zip(pairs, known, strict=True):
+            if is_known == checked:
+                part.load_state_dict(state)
+                if isinstance(part, Optimizer):
+                    opened.copy_mapped_state(part)
 
     def fill() -> dict[str, Any]:
         """Loads the checked states into their objects, and returns the other values."""
+        load_parts(checked=False)  # may still raise, while tables and other objects are unchanged
         written = [] if later is None else write_changes(patches, opened.chain[len(later)].digest)
-        for part, state in [pairs[at][1:] for at in order]:
-            part.load_state_dict(state)
-            if isinstance(part, Optimizer):
-                opened.copy_mapped_state(part)
+        load_parts(checked=True)
         if any_tracks_changes():
             known = unchanged(written)
             keys = {key for key, _, _ in known}

@@ -124,6 +124,25 @@ def test_rows_that_change_during_a_load_are_saved(tmp_path: Path) -> None:
     assert_same(again, reader)
 
 
+def test_rows_are_unchanged_if_a_part_with_code_of_its_own_raises(tmp_path: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("refused")
+
+    run, reader, part = Run().train(1).tracked(), Run(seed=7).train(1), Refusing()
+    parts = {name: getattr(reader, name) for name in ("model", "optimizer")}
+    speedtorch.save(tmp_path, **run.parts, part=part)
+    speedtorch.load(tmp_path, **parts)
+    before = reader.state()
+    speedtorch.save(tmp_path, base=1, **run.train(1).parts, part=part)
+    with pytest.raises(KeyError, match="refused"):
+        speedtorch.load(tmp_path, since=1, **parts, part=part)
+    assert_same_content(reader.state(), before)
+
+
 def test_a_reader_that_has_the_last_generation_writes_no_row(tmp_path: Path) -> None:
     run, reader = Run().train(2), Run(seed=7)
     for base in (None, 1):
