@@ -178,8 +178,8 @@ class TableCollection(nn.Module):
             *features: The features of each lookup.
 
         Raises:
-            The exceptions of Embedding.announce, with the table and the feature in the message.
-            After an exception, no table has an announcement.
+            The exceptions of Embedding.announce; an IndexError names the table and the feature.
+            After an exception, the call has announced no ids.
         """
         groups = trained(self._groups())
         try:
@@ -197,7 +197,8 @@ class TableCollection(nn.Module):
     def table_weight(self, name: str) -> Tensor:
         """Returns the current rows of a table, `[num_embeddings, embedding_dim]`.
 
-        The tensor is in host memory and may be written to. Rows on the GPU are written back first.
+        The tensor is a view of the table's memory, which you may write to. Rows on the GPU are
+        written back first. With `stored=` the rows have the stored dtype.
 
         Raises:
             KeyError: There is no such table.
@@ -251,7 +252,7 @@ class TableCollection(nn.Module):
         """Returns the cache report of each group, by the name of the group's first table.
 
         Raises:
-            ValueError: There is no cache, or no step has loaded rows yet.
+            ValueError: There is no cache, or no step has loaded rows of a group yet.
         """
         return {group.ranges.tables[0].name: group.report() for group in self._groups()}
 
@@ -289,7 +290,8 @@ class TableCollection(nn.Module):
             **settings: See the class.
 
         Raises:
-            TypeError, ValueError: Rows do not match their config, or names do not match the tables.
+            TypeError, ValueError: Rows do not match their config, names do not match the tables, or
+                as for the class.
         """
         made = cls(tables, freeze=freeze, **settings)
         made._fill(embeddings, settings.get("memory", "auto"))
@@ -339,7 +341,8 @@ class EmbeddingBagCollection(TableCollection):
         rounding: How a step's rows are rounded to 16 bits, as for Embedding.
 
     Raises:
-        ValueError: There are no tables, two tables have one name, or a config is invalid.
+        TypeError, ValueError: There are no tables, two tables have one name, or a config is
+            invalid.
         MemoryError, NotImplementedError: See Embedding.
 
     Example:
@@ -405,12 +408,12 @@ class EmbeddingBagCollection(TableCollection):
         """Looks up bags of rows and reduces each bag to one row.
 
         Args:
-            features: A keyed jagged tensor or a dict of features, int32 or int64, on either device.
-                The keyed jagged tensor is torchrec's, or has its methods keys(), values() and
+            features: A keyed jagged tensor or a dict of features, int32 or int64, on the CPU or a
+                GPU. The keyed jagged tensor is torchrec's, or has its methods keys(), values() and
                 offsets(), and weights_or_none() with is_weighted. Unknown keys of a keyed jagged
                 tensor are ignored. A feature in a dict is a tensor `[samples]` with one id for each
-                sample, a tensor `[samples, ids]` with a bag in each row, or a tuple (ids, offsets)
-                or (ids, offsets, weights) with offsets `[samples + 1]`.
+                sample, or a tensor `[samples, ids]` with a bag in each row. It can also be a tuple
+                (ids, offsets) or (ids, offsets, weights) with offsets `[samples + 1]`.
 
         Returns:
             A KeyedFeatures with the methods of torchrec's KeyedTensor. values() is `[samples,
@@ -418,8 +421,10 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: A feature is missing, or a dict has a feature of no table.
-            IndexError: An id is out of its table's range; the message names table and feature.
-            TypeError, ValueError: Ids, offsets or weights are invalid; no row was copied.
+            IndexError: An id is out of its table's range; the message names table and feature. If
+                rows are on a GPU, a later call may raise instead.
+            TypeError, ValueError: Ids, offsets or weights are invalid; no row was copied. (Offsets
+                on a GPU are not checked.)
             RuntimeError, NotImplementedError: See Embedding.
         """
         if isinstance(features, torch.fx.Proxy):
@@ -485,7 +490,7 @@ class EmbeddingCollection(TableCollection):
         return list(self._configs)
 
     def embedding_dim(self) -> int:
-        """The number of columns of the tables; raises ValueError if it differs."""
+        """The number of columns of the tables; raises ValueError if tables differ in it."""
         dims = {group.embedding_dim for group in self._groups()}
         if len(dims) > 1:
             raise ValueError(f"embedding_dim(): the tables have several dimensions, {sorted(dims)}")

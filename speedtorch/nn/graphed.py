@@ -283,8 +283,8 @@ def graphed(
         *example: Tensors, or lists, tuples and dicts of tensors, with the shapes of a batch.
         modules: The trained modules. Every Embedding, EmbeddingBag or collection must have a
             capacity, and its optimizer must be attached if it has state.
-        optimizers: SGD, or optimizers with `capturable=True`. With `fused=True` a batch with bad
-            ids changes no parameter of other layers either.
+        optimizers: SGD, or optimizers with `capturable=True`. If a batch has bad ids, an optimizer
+            with `fused=True` that steps these rows changes none of its other parameters, either.
         next_ids: Example ids in the format that prefetch's `ids` returns, to prefetch a batch's
             rows during the previous step. By default each step loads its own rows.
 
