@@ -215,6 +215,12 @@ def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
     if len(offsets) < last or (ids and len(offsets) == 0):
         raise RuntimeError(f"{expected} for {ids} ids, got none")
     # Offsets on a GPU are not checked, because reading them would wait for the GPU.
-    if offsets.is_cpu and len(offsets) > 0 and (offsets[0] != 0 or offsets[-1] > ids):
-        ends = f"{int(offsets[0])} to {int(offsets[-1])}"
-        raise RuntimeError(f"{name} must begin with 0 and end within the {ids} ids, got {ends}")
+    if offsets.is_cpu and len(offsets) > 0:
+        values = offsets.detach().numpy()
+        falls = (values[1:] < values[:-1]).sum()  # torch would return arbitrary numbers
+        if values[0] != 0 or values[-1] > ids or falls:
+            raise RuntimeError(
+                f"{name} must begin with 0, never decrease and end within the {ids} ids. The first"
+                f" is {values[0]}, the last is {values[-1]}, and {falls} are less than the one"
+                " before."
+            )

@@ -483,8 +483,9 @@ def test_one_made_in_inference_mode_trains() -> None:
 
 
 BAD_BAGS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-    ((IDS, torch.tensor([1])), RuntimeError, "begin with 0 and end within.*1 to 1"),
-    ((IDS, torch.tensor([0, 9])), RuntimeError, "within the 2 ids, got 0 to 9"),
+    ((IDS, torch.tensor([1])), RuntimeError, "must begin with 0, .* The first is 1, the last is 1"),
+    ((IDS, torch.tensor([0, 9])), RuntimeError, "within the 2 ids. .* the last is 9"),
+    ((IDS, torch.tensor([0, 2, 1])), RuntimeError, "never decrease .* and 1 are less"),
     ((IDS,), ValueError, r"a 1-D input needs offsets \[bags\], got None"),
     ((IDS, [0]), TypeError, "offsets: expected .* got list"),
     ((IDS, torch.tensor([0.0, 1.5])), RuntimeError, "offsets: .* torch.float32"),
