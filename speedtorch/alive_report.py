@@ -18,7 +18,7 @@ from speedtorch.table.host_table import HostTable
 
 __all__ = ["report_at_exit"]
 
-_PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 _places: WeakKeyDictionary[HostTable, str] = WeakKeyDictionary()
 
 
@@ -42,9 +42,10 @@ def report_at_exit() -> None:
     make = HostTable._set_memory
 
     def set_memory_and_record(table: HostTable, *arguments: Any) -> None:
-        """Creates the table and records the line outside this package that creates it."""
+        """Creates the table and records the line of the program that creates it."""
         make(table, *arguments)
-        lines = [frame for frame in traceback.extract_stack() if _PACKAGE not in frame.filename]
+        stack = traceback.extract_stack()
+        lines = [frame for frame in stack if not frame.filename.startswith(_LIBRARIES)]
         _places[table] = f"{lines[-1].filename}:{lines[-1].lineno}"
 
     setattr(HostTable, "_set_memory", set_memory_and_record)  # noqa: B010

@@ -449,14 +449,19 @@ gone = speedtorch.HostTable(5, 2, memory="plain")
 cycle = [gone]
 cycle.append(cycle)
 table = speedtorch.HostTable(3, 2, memory="plain")
+embedding = speedtorch.Embedding(3, 2)
 del gone, cycle
+embedding(torch.tensor([1]))
 if os.fork() == 0:
     sys.exit()
 os.wait()
 """
-    *_, first, second, third, fourth, fifth = run("alive", program, tmp_path).stderr.splitlines()
-    assert first == "alive at exit: 1 tables"
-    assert second == f"  {speedtorch.HostTable(3, 2, memory='plain')!r}, created at <string>:6"
-    assert third == "0 pinned tensors"
-    assert fourth.startswith("bytes of host memory: {'plain': 24, 'registered': 0, ")
-    assert fifth == "streams and events of the whole program: {}"
+    *_, first, second, third, fourth, fifth, sixth = run(
+        "alive", program, tmp_path
+    ).stderr.splitlines()
+    table = repr(speedtorch.HostTable(3, 2, memory="plain"))
+    assert first == "alive at exit: 2 tables"
+    assert [second, third] == [f"  {table}, created at <string>:{line}" for line in (6, 9)]
+    assert fourth == "0 pinned tensors"
+    assert fifth.startswith("bytes of host memory: {'plain': 48, 'registered': 0, ")
+    assert sixth == "streams and events of the whole program: {}"
