@@ -1,4 +1,4 @@
-"""change_since: chooses the tensors of an incremental checkpoint, only changed rows of tables."""
+"""change_since: the tensors of an incremental checkpoint, with only changed rows of tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class TensorsToWrite(NamedTuple):
 def change_since(
     ranks: Collectives, folder: str, base: int | None, tensors: SavedTensors
 ) -> TensorsToWrite:
-    """Finds the changes since `base`; all tensors without a base, or if its chain is too long."""
+    """Finds the changes since `base`.
+
+    Without a base, or if its chain is too long on a rank, returns all tensors as a whole.
+    """
 
     def all_tensors() -> TensorsToWrite:
         """All rows of all tensors."""
@@ -56,7 +59,10 @@ def change_since(
     changed: dict[str, Changed[Tensor | SelectedRows]] = {}
 
     def find_changes() -> tuple[dict[str, tuple[Hashable, int]], list[str]] | None:
-        """Returns groups and counts of changed rows, and keys like ids' keys, or None."""
+        """Returns the group and number of changed rows by key, and keys that begin like ids' keys.
+
+        Returns None if the chain is too long.
+        """
         opened.append(SavedGeneration.opened(folder, existing_number(folder, base)))
         if len(opened[0].chain) > LONGEST_CHAIN:
             return None

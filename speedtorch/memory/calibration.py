@@ -2,7 +2,7 @@
 
 Each pair of machine and GPU has one file of results. The file is read when torch first uses a GPU,
 because before that the GPU is unknown and no path is chosen. If the file is missing, the first
-large HostTable measures the times. Until then the library uses the times of an H200.
+HostTable of 1 GiB or more measures the times. Until then the library uses the times of an H200.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         progress: Show a progress bar.
 
     Returns:
-        The results: nanoseconds per row by kind of memory, direction, order and row length, the
-        cost of planning, and the link's GB/s.
+        A dict: "gpu" is the GPU's name, "torch" is torch's version, and "costs" is one list. The
+        list has nanoseconds per row by kind of memory, direction, order and row length, then the
+        costs of planning, then the link's GB/s to the GPU and back.
 
     Raises:
         RuntimeError: There is no GPU, or the measured times are implausible.
