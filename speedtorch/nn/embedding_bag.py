@@ -33,7 +33,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         scale_grad_by_freq: Divide a row's gradient by the number of its ids in the lookup.
         mode: "sum", "mean" or "max".
         sparse: Pass the optimizer a sparse gradient of the step's rows.
-        include_last_offset: The last offset is the number of ids.
+        include_last_offset: Whether offsets end with the number of ids.
         padding_idx: Id of a row that bags do not include and that is never trained.
         device: The device of lookup results; the table is in host memory.
         dtype: The dtype of the rows.
@@ -214,13 +214,15 @@ def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
         raise ValueError(f"{expected}, got {list(offsets.shape)}")
     if len(offsets) < last or (ids and len(offsets) == 0):
         raise RuntimeError(f"{expected} for {ids} ids, got none")
-    # Offsets on a GPU are not checked, because reading them would wait for the GPU.
+    # Offsets on a GPU are not checked, because reading them would wait for the GPU. With other
+    # offsets, torch's sums and gradients on the CPU are arbitrary numbers.
     if offsets.is_cpu and len(offsets) > 0:
         values = offsets.detach().numpy()
-        falls = (values[1:] < values[:-1]).sum()  # torch would return arbitrary numbers
-        if values[0] != 0 or values[-1] > ids or falls:
+        falls = (values[1:] < values[:-1]).sum()
+        ends = values[-1] == ids if last else values[-1] <= ids
+        if values[0] != 0 or falls or not ends:
+            end = f"with the number of ids, {ids}" if last else f"within the {ids} ids"
             raise RuntimeError(
-                f"{name} must begin with 0, never decrease and end within the {ids} ids. The first"
-                f" is {values[0]}, the last is {values[-1]}, and {falls} are less than the one"
-                " before."
+                f"{name} must begin with 0, never decrease and end {end}. The first is {values[0]},"
+                f" the last is {values[-1]}, and {falls} are less than the one before."
             )

@@ -85,6 +85,9 @@ def test_ids_in_no_bag_are_an_error_where_torch_would_crash() -> None:
     with pytest.raises(RuntimeError, match=r"offsets must be \[bags\] for 4 ids, got none"):
         speedtorch.EmbeddingBag(ROWS, WIDTH)(IDS, NONE)
     assert speedtorch.EmbeddingBag(ROWS, WIDTH)(NONE, NONE).shape == (0, WIDTH)
+    bag = speedtorch.EmbeddingBag(ROWS, WIDTH, include_last_offset=True)
+    with pytest.raises(RuntimeError, match="end with the number of ids, 4. .* the last is 1,"):
+        bag(IDS, torch.tensor([0, 1]))
 
 
 # ------------------------------------------------------------------------------------------------
