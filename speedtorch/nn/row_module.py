@@ -884,7 +884,7 @@ def _members(ids: object, cache: object, rows: int) -> Tensor | None:
     members = ids.detach().reshape(-1).to("cpu", torch.int64)
     if members.numel() and not 0 <= int(members.min()) <= int(members.max()) < rows:
         bad = members[(members < 0) | (members >= rows)]
-        raise IndexError(f"cache_rows: expected ids of {rows} rows, got {int(bad[0])}")
+        raise IndexError(f"cache_rows: expected ids from 0 to {rows - 1}, got {int(bad[0])}")
     first: dict[int, None] = dict.fromkeys(members.tolist())  # unique, in order
     return torch.tensor([*first], dtype=torch.int64)
 

@@ -321,7 +321,8 @@ def _check_options(group: dict[str, Any]) -> None:
     rate = group["lr"]
     if isinstance(rate, Tensor) and rate.numel() != 1:
         raise ValueError(
-            f"RowWiseAdagrad: lr must be a number or a tensor of one element, got {rate.numel()}"
+            "RowWiseAdagrad: lr must be a number or a tensor of one element, got a tensor of"
+            f" {rate.numel()} elements"
         )
     for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
         value = group[name]

@@ -94,7 +94,7 @@ def optimizers_within(given: Iterable[Any]) -> list[Optimizer]:
             )
         found += stepped_by(outer)
     if len(set(map(id, found))) < len(found):
-        raise ValueError("optimizer: one optimizer occurs twice")
+        raise ValueError("optimizer: one optimizer occurs twice. Pass each optimizer once.")
     return found
 
 

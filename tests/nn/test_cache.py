@@ -329,7 +329,7 @@ def test_shares_are_as_even_as_their_bounds_allow(
         ({"cache": 1.5}, TypeError, "cache: expected bytes or a text such as '12GiB', got float"),
         ({"cache_rows": torch.tensor([1])}, ValueError, "only together with cache="),
         ({"cache": 99, "cache_rows": [1]}, TypeError, "cache_rows"),
-        ({"cache": 99, "cache_rows": torch.tensor([9])}, IndexError, "ids of 5 rows, got 9"),
+        ({"cache": 99, "cache_rows": torch.tensor([9])}, IndexError, "ids from 0 to 4, got 9"),
     ],
 )
 def test_wrong_arguments_raise(

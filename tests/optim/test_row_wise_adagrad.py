@@ -346,7 +346,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"eps": torch.tensor(1.0)}, TypeError, r"RowWiseAdagrad: eps must be a number, got tensor"),
     ({"lr": torch.tensor(-1.0)}, ValueError, "RowWiseAdagrad: lr must be at least 0, got -1.0"),
-    ({"lr": torch.ones(2)}, ValueError, "lr must be a number or a tensor of one element, got 2"),
+    ({"lr": torch.ones(2)}, ValueError, "a tensor of one element, got a tensor of 2 elements"),
     ({"foreach": 1}, TypeError, "foreach must be one of None, True, False, got 1"),
     ({"maximize": None}, TypeError, "maximize must be one of True, False, got None"),
     ({"capturable": "yes"}, TypeError, "capturable must be one of True, False, got 'yes'"),
