@@ -86,8 +86,8 @@ class StepState:
         held = []
         for name, before in zip(self.names, self._held, strict=True):
             value = entries.get(name)
-            if isinstance(value, RowWeight) or (value is None and not self._is_replaced):
-                value = before  # interrupted before begin_step() or after end_step()
+            if isinstance(value, RowWeight):
+                value = before  # interrupted within end_step()
             if not isinstance(value, Tensor):
                 raise self._lost(name)
             held.append(value.detach() if value.requires_grad else value)
@@ -203,13 +203,19 @@ class StepState:
         entries = optimizer.state.get(rows.parameter)
         if entries is None:
             entries = optimizer.state.get(weight)
-        if entries is not None and not entries.keys().isdisjoint(self.names):
+        if entries is None or entries.keys().isdisjoint(self.names):
+            return
+        if self._is_replaced:
             self._take_step(entries)
             if len(self._views) != len(self.names):
                 self._views = {name: self._of_all(rows, name) for name in self.names}
             entries.update(self._views)
             self._keep(entries)
             self._is_replaced, self._views = False, {}
+            return
+        for name, held in zip(self.names, self._held, strict=True):
+            if entries.get(name) is held:  # interrupted within begin_step()
+                entries[name] = self._of_all(rows, name)
 
     def begin_replay(self) -> None:
         """Marks the state as stepped, before a CUDA graph steps the rows."""

@@ -445,8 +445,9 @@ def test_a_state_of_another_shape_raises_at_its_next_use(device: str) -> None:
     before = subject.end()
     own = subject.optimizer.state[subject.weight]
     kept, own["sum"] = own["sum"], numbers(WIDTH, WIDTH)
-    with pytest.raises(ValueError, match=r"values for its sum must have shape \[12, 4\]"):
-        subject.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"values for its sum must have shape \[12, 4\]"):
+            subject.optimizer.step()
     own["sum"] = kept
     assert not difference(subject.end(), before)
 
