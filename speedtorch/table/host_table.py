@@ -170,6 +170,7 @@ class HostTable:
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or a value that is not allowed.
+        RuntimeError: The kind of memory needs a GPU, and there is none.
         MemoryError: The machine has too little memory. Nothing was allocated.
         OSError: The file exists already or cannot be created.
 
