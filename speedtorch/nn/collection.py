@@ -311,7 +311,7 @@ class TableCollection(nn.Module):
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Tables with pooled lookups, and one exchange for all tables.
+    """Tables with pooled lookups, and one exchange for all tables of a group.
 
     Arguments, input, result and state_dict are those of torchrec's EmbeddingBagCollection.
     torchrec's configs work too; docs/collections.md lists the differences. Lookups in 16-bit tables
@@ -435,7 +435,7 @@ class EmbeddingBagCollection(TableCollection):
 
 
 class EmbeddingCollection(TableCollection):
-    """Tables with lookups that are not pooled, and one exchange for all tables.
+    """Tables with lookups that are not pooled, and one exchange for all tables of a group.
 
     EmbeddingCollection behaves like EmbeddingBagCollection, but returns one row for each id. The
     result is a dict of jagged tensors, as in torchrec's EmbeddingCollection.
