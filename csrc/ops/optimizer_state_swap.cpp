@@ -609,7 +609,8 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
 // With counts, rows in both lists are also written to the host, so that the caller may discard the
 // loaded rows. On a GPU with `all_or_none`, a bad entry stops all moves; otherwise only this entry
 // is skipped. `cache`: the fields of the slots, for one table. `hot`: slot and uses of each row. If
-// `evicts` is false, no row is written to the host. A new `arriving` is not marked as written.
+// `evicts` is false, no row is written to the host. If `is_new`, the version counters of `arriving`
+// do not change.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,

@@ -5,8 +5,8 @@
 // The positions order[offsets[k]] to order[offsets[k + 1] - 1] name unique[k], in index order.
 //
 // With a padding, `unique` is [n + 1]. The padding does not count as a distinct id: its id is
-// unique[u], and its positions begin at order[offsets[u]]. The place of the padding is u, or the
-// capacity if there is one, whether the batch names the padding or not.
+// unique[u], and its positions begin at order[offsets[u]]. In the loaded rows,
+// the padding's row has index u, or the capacity if there is one, even if no id names the padding.
 #pragma once
 
 #include <cstdint>

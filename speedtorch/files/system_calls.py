@@ -1,8 +1,8 @@
 """File calls, exact reads and mapped files.
 
-File calls go through `calls`, so that tests can make each of them fail or record their order. No
-such call holds the GIL while it waits for the disk. Seeking, listing, file status, making
-parent folders and removing a folder tree do not go through `calls`.
+File calls of tables and checkpoints go through `calls`, so that tests can make each of them fail or
+record their order. No such call holds the GIL while it waits for the disk. Seeking, listing, file
+status, making parent folders and removing a folder tree do not go through `calls`.
 """
 
 from __future__ import annotations

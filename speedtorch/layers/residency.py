@@ -127,7 +127,10 @@ class DeviceModules:
                 )
 
     def count_extra_bytes(self, module: OffloadedModule) -> None:
-        """Counts the bytes allocated in a module on the device, and those that its uses may add."""
+        """Counts the bytes of a module's tensors that are on the device outside its buffers.
+
+        If a budget is set, gradients and state that current uses may create count too.
+        """
         count, need = module.groups.other_bytes(), self.needs().get(module)
         if need is not None and self._budget is not None:
             if need.gradients:

@@ -423,8 +423,8 @@ class EmbeddingBagCollection(TableCollection):
             KeyError: A feature is missing, or a dict has a feature of no table.
             IndexError: An id is out of its table's range; the message names table and feature. If
                 rows are on a GPU, a later call may raise instead.
-            TypeError, ValueError: Ids, offsets or weights are invalid; no row was copied. (Offsets
-                on a GPU are not checked.)
+            TypeError, ValueError: Ids, offsets or weights are invalid; no row was loaded. (The
+                values of offsets on a GPU are not checked.)
             RuntimeError, NotImplementedError: See Embedding.
         """
         if isinstance(features, torch.fx.Proxy):

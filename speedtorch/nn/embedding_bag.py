@@ -117,9 +117,9 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
 
         Raises:
             TypeError: input, offsets or per_sample_weights is not a tensor, or as for Embedding.
-            ValueError: Shapes do not match, or offsets are missing; no row was copied.
-            RuntimeError: A dtype is wrong, or offsets on the CPU are; no row was copied. (Offsets
-                on a GPU are not checked.) Or as for Embedding.
+            ValueError: Shapes do not match, or offsets are missing; no row was loaded.
+            RuntimeError: A dtype is wrong, or offsets on the CPU are; no row was loaded. (The
+                values of offsets on a GPU are not checked.) Or as for Embedding.
             NotImplementedError: per_sample_weights without mode="sum", or as for Embedding.
             IndexError: As for Embedding.
         """

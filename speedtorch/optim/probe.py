@@ -233,7 +233,8 @@ class _Probe:
         copied = self._stepped_once(settings)
         if not isinstance(copied.state, Recorder):
             raise self._refusal(
-                "its step replaces optimizer.state, so the initial values of the state are unknown"
+                "its step replaces optimizer.state[parameter], so the initial values of the state"
+                " are unknown"
             )
         for name, value in copied.state.items():
             for leaf in _nested_values(value):

@@ -82,7 +82,7 @@ class Announcements:
         self._is_over = self.latest is not None
 
     def give_up(self) -> None:
-        """Gives up all waiting ids and counts a batch as ended."""
+        """Gives up all waiting ids, and adds one to `batches_over`."""
         self.batches_over += 1
         self.forget()
 

@@ -732,7 +732,8 @@ class HostTable:
         """
         if (rows := self[field]).is_cuda:
             raise ValueError(
-                "numpy: the rows are on a GPU. Copy the rows that you need by gather()."
+                "numpy: the rows are on a GPU. Call gather() with ids on that GPU, and then cpu()"
+                " and numpy() of the result."
             )
         if rows.dtype not in NPY_DTYPES.values():
             raise ValueError(
