@@ -207,6 +207,7 @@ def _prepared(
         fill_shards(*pair)
 
     def load_parts(checked: bool) -> None:
+        """Loads the parts that were checked, or the other parts."""
         for (_, part, state), is_known in zip(pairs, known, strict=True):
             if is_known == checked:
                 part.load_state_dict(state)

@@ -127,8 +127,9 @@ class _Bucket:
         for name, value in values.items() if buffer.is_filled else ():
             if name in buffer.places and value.device == buffer.device:
                 view = buffer.view(name, Memory.DEVICE)
-                if (view.dtype, view.shape) == (self._stored.dtype, value.shape):
-                    places |= {name: view} if view.stride() == value.stride() else {}
+                is_alike = view.shape == value.shape and view.stride() == value.stride()
+                if is_alike and view.dtype == self._stored.dtype:
+                    places[name] = view
         if places:
             buffer.load_stream.join()
         self._stored.narrow(values, places)

@@ -120,6 +120,7 @@ def _full_tensor(norm: Any, is_maximum: bool) -> Any:
     """All-reduces the norm of DTensors."""
 
     def all_reduce(local: Tensor) -> Any:
+        """All-reduces numbers as the placement of the norm requires."""
         return norm.from_local(local, norm.device_mesh, norm.placements).full_tensor()
 
     return _maximum(norm.to_local(), all_reduce) if is_maximum else norm.full_tensor()
