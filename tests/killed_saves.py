@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,8 +192,10 @@ def saved_and_killed(saved: Run | Table, step: int, number: int) -> tuple[bool, 
         try:
             killed_at(number)
             saved.save(step)
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
     after = saved.step()

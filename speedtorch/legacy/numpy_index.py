@@ -39,7 +39,7 @@ def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
     if mask is not None and mask.dtype == torch.bool:
         if mask.dim() == 1 and len(mask) != rows:
             raise IndexError(f"indexes: the mask must have {rows} entries, got {len(mask)}")
-        return mask.nonzero().flatten() if mask.dim() == 1 else None
+        return flat_index(mask.nonzero(), None, device) if mask.dim() == 1 else None
     shape = index.shape if isinstance(index, Tensor) else np.shape(index)
     ids = flat_index(index, None, device)
     if not (ids.is_cpu and all_within(ids, rows)):

@@ -154,7 +154,9 @@ def test_steps_are_those_with_all_state_on_the_device(
     ours.swapper.close()
     assert ours.swapper.evict() == 0 == ours.swapper.report().host_bytes
     for name, tensor in ours.tensors().items():
-        assert tensor.device == theirs.tensors()[name].device
+        # As after load_state_dict(), only step counts may be on the CPU.
+        expected = theirs.tensors()[name].device.type if " step " in name else device
+        assert tensor.device.type == expected, name
     assert_equal(ours.step(2).tensors(), theirs.step(2).tensors())
     assert ours.swapper.report().num_buckets == 0
 

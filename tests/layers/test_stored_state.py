@@ -82,7 +82,8 @@ def big(home: str, budget: int, **settings: Any) -> tuple[nn.Module, optim.Optim
         [nn.Linear(65, 33), nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)]
     ).to(home)
     for param in model.parameters():
-        param.grad = torch.randn_like(param)
+        # A GPU would draw other numbers.
+        param.grad = torch.randn(param.shape).to(param, memory_format=torch.preserve_format)
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, StateSwapper(optimizer, budget=budget, **settings)
 

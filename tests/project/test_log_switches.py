@@ -449,7 +449,7 @@ gone = speedtorch.HostTable(5, 2, memory="plain")
 cycle = [gone]
 cycle.append(cycle)
 table = speedtorch.HostTable(3, 2, memory="plain")
-embedding = speedtorch.Embedding(3, 2)
+embedding = speedtorch.Embedding(3, 2, memory="plain")
 del gone, cycle
 embedding(torch.tensor([1]))
 if os.fork() == 0:

@@ -94,5 +94,5 @@ def test_numpy_says_what_it_lacks() -> None:
 
 @NEEDS_GPU
 def test_numpy_refuses_rows_on_the_gpu() -> None:
-    with pytest.raises(ValueError, match="the rows are on a GPU. Copy the rows"):
+    with pytest.raises(ValueError, match=r"the rows are on a GPU\. Call gather"):
         HostTable(3, 2, memory="cuda").numpy()
