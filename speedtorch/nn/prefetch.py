@@ -114,16 +114,15 @@ class Prefetch(Generic[_Batch]):
                     needs_ids = pace.checks or _needs_announcing(parts) or bool(from_disk)
                     for module, store in from_disk.items():
                         store.read_ahead(parts.get(module, ()))
-                # The loop may run in inference mode, and tensors of a plan must allow gradients.
-                with as_plain(), torch.inference_mode(False):
-                    if pace.is_ahead:
-                        plans = plans or _Plans(parts)
-                        planned = plans.of(parts)
-                    else:
-                        if plans is not None:
-                            plans.restart()
-                        for module, ids in parts.items():
+                    # The loop may run in inference mode, and a plan's tensors must allow gradients.
+                    with as_plain(), torch.inference_mode(False):
+                        if pace.is_ahead:
+                            plans = plans or _Plans(parts)
+                            planned = plans.of(parts)
+                        for module, ids in parts.items() if planned is None else ():
                             module.lookups.steps.refuse_bad(ids)
+                if planned is None and plans is not None:
+                    plans.restart()
                 yield batch, parts, planned
         except DisagreementError:  # not deferred: all ranks raise at this point
             raise

@@ -23,12 +23,13 @@ class Machine:
     """A clock and a GPU, for a loop whose steps take so long."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.is_idle = 0.0, True
+        self.now, self.is_idle, self.queries = 0.0, True, 0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr("torch.cuda.current_stream", lambda _: self)
         self.pace = MeasuredPace(torch.device("cuda"))
 
     def query(self) -> bool:
+        self.queries += 1
         return self.is_idle
 
     def run(self, steps: int, seconds: Callable[[bool], float]) -> list[bool]:
@@ -62,6 +63,7 @@ def test_where_planning_ahead_is_faster_trials_become_rare(machine: Machine) -> 
 def test_a_gpu_that_is_busy_is_given_no_trial(machine: Machine) -> None:
     machine.is_idle = False
     assert all(machine.run(1000, lambda _: 1.0))
+    assert machine.queries <= 1000 * 8 / 72 + 8
 
 
 def test_batches_are_planned_again_when_the_gpu_has_more_to_do(machine: Machine) -> None:
