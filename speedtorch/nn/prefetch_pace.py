@@ -20,7 +20,7 @@ __all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
 _SETTLE = 4  # steps after a change, which still train batches that were read before
 _WINDOW = 8  # steps of a median
 _GAIN = 0.98  # the largest ratio of step times that makes a trial succeed
-_QUIET = 64  # steps that are not measured after a window without a trial
+_QUIET = 64  # steps from a window without a trial to the end of the next window
 _FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the next trial
 
 
@@ -69,8 +69,8 @@ class MeasuredPace:
     loop that plans tries the other way only if the GPU is idle in most steps, at the time when the
     loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
     trial succeeds if the host's median time per step falls by more than 2 %. After a failed trial,
-    the wait until the next trial doubles, up to 4,096 steps. If no trial is due, the next 64 steps
-    are not measured, because queries of the GPU take host time.
+    the wait until the next trial doubles, up to 4,096 steps. If a window of steps leads to no
+    trial, the next window ends 64 steps later, because queries of the GPU take host time.
 
     The loop queries the GPU after it has planned the next batch. Before, the GPU would always be
     busy with the last kernels of the step, even if the host is slower than the GPU.
