@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 __all__ = [
@@ -117,6 +117,7 @@ __all__ = [
     "timeout_of",
     "top_saved_tensors_hooks",
     "torch_function_is_on",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "unsaved_buffers_of",

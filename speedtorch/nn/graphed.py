@@ -18,7 +18,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.trained_rows import TrainedRows
-from speedtorch.torch_internals import as_plain, capturing, tree_leaves, tree_map
+from speedtorch.torch_internals import as_plain, capturing, tree_flatten, tree_leaves, tree_map
 
 __all__ = ["GraphedStep", "graphed"]
 
@@ -48,26 +48,35 @@ class GraphedStep(ABC):
     def _numbers(self) -> list[list[dict[str, Any]]]:
         """The hyperparameters that are numbers: a replay uses their values at the capture."""
         return [
-            [settings_of(optimizer, group["params"][0]) for group in optimizer.param_groups]
+            [
+                settings_of(optimizer, group["params"][0]) if group["params"] else {}
+                for group in optimizer.param_groups
+            ]
             for optimizer in self._optimizers
         ]
 
     def __call__(self, *batch: Any, next_ids: Any = None) -> Any:
-        """Trains a batch with a replay, or with the step itself if the shapes differ.
+        """Trains a batch with a replay. A batch unlike the example calls the step itself.
+
+        A batch is unlike the example if the structure, a shape, a dtype or a value that is not a
+        tensor differs. Without a graph, for rows on the CPU, each batch calls the step itself.
 
         Args:
             *batch: Arguments in the format of the example.
             next_ids: Ids of the next batch in the format of graphed(next_ids=...). Their rows are
-                prefetched during this step. If the next batch has other ids, its results do not
-                change.
+                prefetched during this step. If the next batch has other ids, its step loads its own
+                rows, and the results are the same.
 
         Returns:
-            The step's result. Every replay writes to the same tensors, detached from autograd.
+            The step's result. All replays write to the same tensors, which are detached from
+            autograd.
 
         Raises:
-            IndexError: An earlier batch had an id out of range; this batch was not trained.
-            RuntimeError: An earlier batch had more unique rows than the capacity. Or, since the
-                capture, a hyperparameter that is a number changed or a TrainingState slept.
+            IndexError: An earlier batch had an id out of range; this batch was not trained. For
+                rows on the CPU, an id of this batch raises.
+            RuntimeError: An earlier batch had more unique rows than the capacity (on the CPU: this
+                batch). Or, since the capture, a hyperparameter that is a number changed, the
+                optimizer's state or groups no longer fit, or a TrainingState slept.
             TypeError, ValueError: next_ids have a wrong format, or graphed() got no next_ids.
         """
         if (now := self._numbers()) != self._settings:
@@ -136,7 +145,7 @@ class _Captured(GraphedStep):
                 memory = memories[module.trained_rows]
                 foreseen.enter_context(memory.prefetching_for_replay(parts))
             result = step(*self._inputs)
-        # Autograd nodes belong to the capture's stream permanently, so the result has none.
+        # Nodes of the captured step would run a later backward on the capture's stream.
         self._result = _without_nodes(result)
         self._state = CapturedState(modules, optimizers, [*memories])
 
@@ -166,9 +175,9 @@ class _Captured(GraphedStep):
                     _send(given_ids, own_ids)
 
     def _fits(self, batch: tuple[Any, ...]) -> bool:
-        """Whether a batch has the structure, shapes and dtypes of the graph's inputs."""
-        own, given = tree_leaves(self._inputs), tree_leaves(batch)
-        return len(own) == len(given) and all(map(_alike, own, given))
+        """Whether a batch has the structure, shapes, dtypes and constants of the graph's inputs."""
+        (own, own_form), (given, given_form) = tree_flatten(self._inputs), tree_flatten(batch)
+        return own_form == given_form and all(map(_alike, own, given))
 
 
 @contextmanager
@@ -183,7 +192,8 @@ def _explained_isolation() -> Iterator[None]:
                 raise RuntimeError(
                     "graphed: the step waits for work outside of the capture, such as an earlier"
                     " step whose loss, output or exception is still alive. Release these objects"
-                    " first (del loss, or loss.detach())."
+                    " first (del loss, or keep loss.detach()). If there are none, remove the step's"
+                    " waits for other streams."
                 ) from error
             cause = cause.__context__
         raise
@@ -213,10 +223,12 @@ def _alike(own: Any, given: Any) -> bool:
 
 
 def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]) -> str:
+    if [*map(len, before)] != [*map(len, now)]:
+        return "the number of parameter groups"
     pairs = (
         (name, old.get(name), new.get(name))
         for groups in zip(before, now, strict=True)
-        for old, new in zip(*groups, strict=False)
+        for old, new in zip(*groups, strict=True)
         for name in old.keys() | new.keys()
     )
     return ", ".join(f"{name} was {old}, is {new}" for name, old, new in pairs if old != new)
@@ -268,21 +280,21 @@ def graphed(
 ) -> GraphedStep:
     """Captures a whole training step in one CUDA graph: lookups, exchange, backward, optimizer.
 
-    The GPU decides which rows the exchange copies, so a replay never waits for the host. A call
-    copies the batch to the graph's inputs and launches the graph once. Warm-up and capture change
-    no row, parameter, optimizer state or random generator.
+    The GPU decides which rows the exchange copies, so a replay needs no decision of the host. A
+    call copies the batch to the graph's inputs and launches the graph once. Warm-up and capture
+    change no row, parameter, optimizer state or default random generator of torch.
 
     If rows are on the CPU, nothing is captured and each call runs the step itself. The optimizer
-    need not be capturable, the example need not fit, and a TrainingState may sleep between calls.
-    A numeric hyperparameter that changes raises there, too. Each call returns new tensors, and the
-    step receives the caller's tensors.
+    need not be capturable, the example is not used, and a TrainingState may sleep between calls. A
+    changed hyperparameter that is a number raises RuntimeError as with a graph. Each call returns
+    new tensors, and the step receives the caller's tensors.
 
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
             with copies of `example` on the GPU, which must contain the ids of the lookups.
         *example: Tensors, or lists, tuples and dicts of tensors, with the shapes of a batch.
-        modules: The trained modules. Every Embedding, EmbeddingBag or collection must have a
-            capacity, and its optimizer must be attached if it has state.
+        modules: The trained modules. Every Embedding, EmbeddingBag or collection in them must have
+            a capacity. An optimizer with per-row state must be attached to them.
         optimizers: SGD, or optimizers with `capturable=True`. If a batch has bad ids, an optimizer
             with `fused=True` that steps these rows changes none of its other parameters, either.
         next_ids: Example ids in the format that prefetch's `ids` returns, to prefetch a batch's
@@ -292,13 +304,15 @@ def graphed(
         A GraphedStep. Call `step(*batch)`, or `step(*batch, next_ids=...)` with the next batch's
         ids. Batches of other shapes are trained without the graph, and eager steps between replays
         are allowed. flush, state_dict and evaluation see the current rows. While a graph is alive,
-        attach, detach, resize, cache, `.to` and closing the table raise RuntimeError.
+        attach, detach, resize, cache, a move to another device and closing the table raise
+        RuntimeError.
 
     Raises:
-        TypeError: The step is not a function, or modules or optimizers have a wrong type.
+        TypeError: The step is not a function, or modules, optimizers or next_ids have a wrong type.
         ValueError: No speedtorch module, a module without a capacity, or only some rows on the CPU.
         NotImplementedError: Rows are sharded among ranks.
-        RuntimeError: A graph cannot repeat the steps of an optimizer; the message names it.
+        RuntimeError: A graph cannot repeat the steps of an optimizer, which the message names. Or
+            results of an earlier eager step are still alive.
 
     Example:
         >>> import torch, speedtorch

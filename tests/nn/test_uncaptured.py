@@ -10,6 +10,7 @@ from conftest import NEEDS_GPU
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.nn.graphed import _Captured
 
 ROWS, WIDTH = 50, 4
 
@@ -76,6 +77,32 @@ def test_a_hyperparameter_that_a_graph_would_not_see_is_the_same_error() -> None
     with pytest.raises(RuntimeError, match=r"graphed: .* lr was 0\.1, is 0\.5"):
         step(*given[1])
     assert all(map(torch.equal, world.state(), before))
+
+
+def test_parameter_groups_that_are_added_are_the_same_error() -> None:
+    world, given = World(), batches()
+    world.optimizer.add_param_group({"params": []})
+    step = world.graphed(*given[0])
+    step(*given[0])
+    world.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(RuntimeError, match="changed since then: the number of parameter groups"):
+        step(*given[0])
+
+
+def test_a_graph_fits_no_batch_with_tensors_in_other_places() -> None:
+    captured = _Captured.__new__(_Captured)
+    one, other = torch.arange(3), torch.arange(3, 6)
+    captured._inputs = ({"liked": one, "seen": other}, [one, 2])
+    assert captured._fits(({"liked": other, "seen": one}, [other, 2]))
+    unlike: list[tuple[Any, ...]] = [
+        ({"seen": one, "liked": other}, [one, 2]),
+        ({"liked": one, "bought": other}, [one, 2]),
+        ({"liked": one, "seen": other}, [[one], 2]),
+        ({"liked": one, "seen": other}, [one, 3]),
+        ({"liked": one, "seen": other[:2]}, [one, 2]),
+        ({"liked": one, "seen": other.int()}, [one, 2]),
+    ]
+    assert not any(map(captured._fits, unlike))
 
 
 def test_next_ids_of_a_step_that_was_made_without_are_the_same_error() -> None:

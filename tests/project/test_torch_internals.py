@@ -281,9 +281,13 @@ def test_schema_name_and_torch_dispatch_mode_and_dispatch_modes() -> None:
     assert torch_internals.dispatch_modes() == 0
 
 
-def test_tree_leaves_and_tree_map() -> None:
+def test_tree_leaves_and_tree_map_and_tree_flatten() -> None:
     given = ((1, {"a": [2, None]}), 3)
-    assert torch_internals.tree_leaves(given) == [1, 2, None, 3]
+    leaves, form = torch_internals.tree_flatten(given)
+    assert torch_internals.tree_leaves(given) == leaves == [1, 2, None, 3]
+    assert torch_internals.tree_flatten(((5, {"a": [6, 7]}), 8))[1] == form
+    others = ((1, {"b": [2, None]}), 3), ((1, {"a": [2], "c": None}), 3)
+    assert all(torch_internals.tree_flatten(other)[1] != form for other in others)
     twice = torch_internals.tree_map(lambda leaf: leaf and 2 * leaf, given)
     assert twice == ((2, {"a": [4, None]}), 6)
 
