@@ -16,30 +16,33 @@ __all__ = ["cache", "share_cache"]
 def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the most frequently loaded rows and their optimizer state in device memory.
 
-    A cache does not change the results of a step. Cached rows do not cross the link (PCIe or
-    NVLink-C2C). With Zipf 1.05, a cache of a tenth of the rows served 40 % of the loaded rows
-    (docs/cache.md). If all ids are equally frequent, a cache of a tenth serves a tenth.
+    A cache does not change the results of a step. A step loads a cached row from device memory and
+    writes it back there, so that the row does not cross the link (PCIe or NVLink-C2C). With Zipf
+    1.05, a cache of a tenth of the rows served 40 % of the loaded rows (docs/cache.md). If all ids
+    are equally frequent, a cache of a tenth serves a tenth.
 
     The cache selects the most frequently loaded rows before the 4th, the 16th and then every 64th
-    exchange that writes rows back. With speedtorch.graphed it does so between two replays. A row
-    replaces another only if the other was loaded significantly less often.
+    exchange that writes rows back. With speedtorch.graphed the cache selects rows between two
+    replays. A row replaces another only if the other was loaded significantly less often.
 
     The bytes are divided equally among the tables of the module, with at least one row for each
     table. Bytes that a small table does not need go to others. attach() and resize() divide the
-    bytes again. A cache with a new number of rows starts empty.
-    Each row of a table takes 8 more bytes of device memory. A selection takes about 24 bytes for
-    each row and 64 MiB while rows are exchanged. Calls that read or write a table (flush, save,
-    state_dict, emb.table) first write the cached rows back to host memory. The next step loads them
-    again.
+    bytes again. A cache with a new number of rows starts empty. `cache_rows` of a module no longer
+    applies: the new cache selects its rows.
+
+    Beside these bytes, each row of a table takes 8 bytes of device memory. A selection temporarily
+    takes about 24 bytes for each row, and 64 MiB. Calls that read or write a whole table (flush,
+    save, state_dict, emb.table) first write all cached rows back to host memory. A later step loads
+    them again.
 
     Args:
         module: An Embedding, EmbeddingBag or collection, or a module that contains some.
         nbytes: Device bytes for all tables, a number or "4GiB"; with None the cache is removed.
 
     Raises:
-        TypeError, ValueError: nbytes is not a number of bytes or less than one row of each table,
-            or `module` contains no such module. At the first step: the GPU cannot read the table's
-            memory in place.
+        TypeError, ValueError: nbytes is not a number of bytes, nbytes are too few for one row of
+            each table, or `module` is or contains no such module. ValueError at the first step: the
+            GPU cannot read the table's memory in place.
         RuntimeError: A CUDA graph uses the rows; nothing has changed.
         NotImplementedError: A table has `resident` rows of a file; nothing has changed.
 

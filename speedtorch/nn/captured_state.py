@@ -1,7 +1,7 @@
 """CapturedState: the parameters and optimizer state whose memory a CUDA graph uses.
 
-load_state_dict() puts new tensors into an optimizer. Before the next replay their values are copied
-to the graph's tensors, and the graph's tensors replace them in the optimizer.
+An optimizer's load_state_dict() puts new tensors into the optimizer. Before the next replay their
+values are copied to the graph's tensors, and the graph's tensors replace them in the optimizer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Captured(NamedTuple):
     of_groups: list[dict[str, Tensor]]
 
     def is_current(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the dicts of the capture and the graph's tensors in them."""
+        """Whether the dicts are those of the capture, and the groups have the graph's tensors."""
         state, groups = optimizer.state, optimizer.param_groups
         if state is not self.state or groups is not self.groups:
             return False
@@ -96,10 +96,10 @@ class CapturedState:
         return state.names if isinstance(state, AttachedState) else ()
 
     def before_replay(self) -> None:
-        """Copies new optimizer state to the graph's tensors, after rows were written back.
+        """Copies new optimizer state, such as loaded state, to the graph's tensors.
 
-        Raises RuntimeError if shapes do not fit, or if a TrainingState has moved the graph's
-        tensors. An optimizer whose shapes do not fit has not changed then.
+        Raises RuntimeError if shapes or the number of groups do not fit, or if a TrainingState has
+        moved the graph's tensors. An optimizer that does not fit has not changed then.
         """
         for number, (optimizer, own) in enumerate(zip(self._optimizers, self._own, strict=True)):
             if not own.is_current(optimizer):
@@ -193,7 +193,7 @@ def restored_afterwards(
     optimizers: Sequence[Optimizer],
     memories: Mapping[TrainedRows, FixedMemory],
 ) -> Iterator[None]:
-    """Restores rows, parameters, optimizer state and random states after the block."""
+    """Restores rows, parameters, buffers, optimizer state and torch's generators afterwards."""
     device = next(iter(memories.values())).held.device
     held = {id(rows.weight) for rows in memories}
     own = [p for module in modules for p in (*module.parameters(), *module.buffers())]
@@ -225,7 +225,7 @@ def restored_afterwards(
 
 
 def _own(entries: _Entries) -> _Entries:
-    """Returns the entries except state of all rows, which the table has."""
+    """Returns the entries except those that are views of all rows of a table."""
     return {name: value for name, value in entries.items() if not isinstance(value, RowWeight)}
 
 

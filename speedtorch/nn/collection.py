@@ -40,7 +40,7 @@ _Self = TypeVar("_Self", bound="TableCollection")  # typing.Self needs Python 3.
 
 
 class TableCollection(nn.Module):
-    """The base class of both collections: tables, and the groups that hold their rows."""
+    """The base class of both collections: tables, and the groups that store their rows."""
 
     _kept_as = "embeddings"
     """The attribute of the tables and the first part of state_dict keys, as in torchrec."""
@@ -112,9 +112,9 @@ class TableCollection(nn.Module):
         return read_features(features, group.ranges.keys, name, weighted=weighted)
 
     def _check_features(self, features: Features) -> None:
-        """Raises KeyError if a dict has unknown features; a keyed tensor may have them."""
+        """Raises KeyError if a dict has all features and others; a keyed tensor may have others."""
         if not isinstance(features, Mapping) or not self._features < (keys := {*features.keys()}):
-            return  # reading the dict raises if a feature is missing
+            return  # the caller then reads the features, and raises if one is missing
         more = keys - self._features
         raise KeyError(
             f"{type(self).__name__}: no table has the features {sorted(map(str, more))}. The tables"
@@ -172,7 +172,7 @@ class TableCollection(nn.Module):
         }
 
     def announce(self, *features: Features) -> None:
-        """Makes the first lookup load the rows of all lookups of a step; see Embedding.announce.
+        """Makes the first lookup load the rows of all these lookups; see Embedding.announce.
 
         Args:
             *features: The features of each lookup.
@@ -209,8 +209,8 @@ class TableCollection(nn.Module):
     def resize(self: _Self, name: str, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
         """Adds rows after the last one of a table; see Embedding.resize.
 
-        By default the table's config initializes the new rows as for a table of the new size. Ids
-        and rows of the other tables do not change.
+        By default the new rows are initialized by the table's config, as in a table of the new
+        size. Ids and rows of the other tables do not change.
 
         Args:
             name: The table's name.
@@ -219,7 +219,8 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: There is no such table.
-            ValueError, RuntimeError, NotImplementedError, MemoryError: See Embedding.resize.
+            ValueError: num_embeddings is not an int, or as for Embedding.resize.
+            TypeError, RuntimeError, NotImplementedError, MemoryError: See Embedding.resize.
         """
         group, before = self.group_of(name), self._configs
         at = list(places_of(self._tables())).index(name)
@@ -244,7 +245,7 @@ class TableCollection(nn.Module):
         return place_of(self._tables(), name)[0]
 
     def reset_parameters(self) -> None:
-        """Initializes all rows again as the configs say."""
+        """Initializes all rows again by the init_fn or the initial range of their config."""
         for group in self._groups():
             group.reset_parameters()
 
@@ -257,7 +258,7 @@ class TableCollection(nn.Module):
         return {group.ranges.tables[0].name: group.report() for group in self._groups()}
 
     def flush(self) -> None:
-        """Writes rows on the GPU back to the tables, for code that keeps views of tables."""
+        """Writes rows on the GPU back to the tables; see Embedding.flush."""
         for group in self._groups():
             group.flush()
 
@@ -325,12 +326,13 @@ class EmbeddingBagCollection(TableCollection):
     parameter raise an error.
 
     Otherwise tables behave like Embedding. Each table computes the same numbers as a table with its
-    own group, whatever else a batch contains. A row's gradients are summed in the order of its ids
-    (on a GPU as for Embedding). torch's EmbeddingBag has another order for repeated ids.
+    own group, whatever else a batch contains. Exceptions are stochastic rounding with `stored=` and
+    fused optimizers on the CPU. On the CPU a row's gradients are summed in the order of the batch's
+    ids, on a GPU as for Embedding. torch's EmbeddingBag has another order for repeated ids.
 
     Args:
         tables: EmbeddingBagConfigs.
-        is_weighted: Whether the input has a factor for each id. All tables must pool by "sum" then.
+        is_weighted: Whether the input has a factor for each id. All tables must then pool by "sum".
         device: The device of lookup results; the tables are in host memory.
         memory: The tables' memory, as for HostTable.
         freeze: Do not train the rows.
@@ -490,7 +492,7 @@ class EmbeddingCollection(TableCollection):
         return list(self._configs)
 
     def embedding_dim(self) -> int:
-        """The number of columns of the tables; raises ValueError if tables differ in it."""
+        """The number of columns of each table; raises ValueError if tables differ in columns."""
         dims = {group.embedding_dim for group in self._groups()}
         if len(dims) > 1:
             raise ValueError(f"embedding_dim(): the tables have several dimensions, {sorted(dims)}")

@@ -25,10 +25,10 @@ class Embedding(RowModule, nn.Embedding):
     optimizer computes on the looked-up rows (SparseAdam's rule, for every optimizer). Other rows do
     not change, and all rows share one step count.
 
-    The device holds each row of a step once, from its first lookup until the first lookup after
-    optimizer.step(). This lookup begins a new step: rows that it does not name are written back to
-    the table, and a remaining gradient is dropped. Without an optimizer.step(), a lookup begins a
-    new step if the rows have no gradient, such as after zero_grad(), and no backward can still run.
+    The device holds each row of a step once, from its first lookup until the first training lookup
+    after optimizer.step(). This lookup begins a new step: rows that the new step does not name are
+    written back to the table, and a remaining gradient is dropped. Without an optimizer.step(), a
+    lookup begins a new step if the rows have no gradient, and no backward can still run.
 
     A backward can still run while the lookup's result is alive in Python or in a graph. (A backward
     that fails on the CPU keeps its graph alive inside torch.) After a zero_grad(), a lookup begins
@@ -36,16 +36,17 @@ class Embedding(RowModule, nn.Embedding):
     does. If the old backward runs before the next optimizer.step(), its rows join the new step.
     Later, or with a capacity, the old backward raises RuntimeError.
 
-    The weight is a parameter of all rows without memory of its own. Each operation on it returns
-    the result of a plain parameter, or raises NotImplementedError with the remedy;
-    docs/embedding.md lists both kinds. weight[ids] is a lookup. Functions of all rows run in host
-    memory, and a backward through their results raises. torch.nn.init and in-place methods change
-    all rows. Before the first use of rows, most of them are only recorded, and run at this use.
+    The weight is a parameter of all rows without memory of its own. An operation on it returns the
+    result for a plain parameter, or raises an error, in most cases NotImplementedError with the
+    remedy. docs/embedding.md lists both kinds, and docs/differences.md lists exceptions.
+    weight[ids], with a tensor of ids, is a lookup. Functions of all rows run in host memory, and a
+    backward through their results raises. Before the first use of rows, torch.nn.init and in-place
+    methods with numbers, such as mul_(0.5), are in most cases only recorded, and run at this use.
     weight.grad is also [num_embeddings, embedding_dim], and zero except for the rows of step_ids.
     The weight keeps the table alive.
 
-    The table allocates memory at first use. After an exception in training (out of memory, Ctrl-C)
-    every row is as before the step or as after the step, and training can continue.
+    The table allocates memory in attach() or at first use. After an exception in training (out of
+    memory, Ctrl-C) each row is as before the step or as after the step, and training can continue.
 
     Args:
         num_embeddings: Number of rows.
@@ -59,7 +60,7 @@ class Embedding(RowModule, nn.Embedding):
         dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
-            any number is allowed, and the host waits for this number in each step. For several
+            any number is allowed, and the host waits for the GPU's count in each step. For several
             ranks, see shard.
         cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
             speedtorch.cache. By default there is no cache.
@@ -76,10 +77,14 @@ class Embedding(RowModule, nn.Embedding):
 
     Raises:
         MemoryError: The machine has too little memory for this table and the tables that are not
-            yet allocated; nothing was allocated.
+            yet allocated; nothing was allocated. If torch.distributed is initialized, the first use
+            raises this error instead.
         NotImplementedError: Rows cannot be on the device ("meta"), or `stored` is combined with
             max_norm.
-        ValueError: padding_idx is out of range, or rows cannot be stored as `stored` says.
+        RuntimeError: `device` is a GPU, but torch finds no GPU.
+        TypeError, ValueError: An argument is invalid: padding_idx is out of range, rows cannot be
+            stored as `stored` says, the bytes of `cache` are too few, or cache_rows lacks `cache`.
+        IndexError: An id of cache_rows is out of range.
 
     Example:
         >>> embedding = Embedding(1_000_000, 8)
@@ -127,8 +132,9 @@ class Embedding(RowModule, nn.Embedding):
 
         Raises:
             TypeError: input is not a tensor, or the module was converted to another dtype.
-            RuntimeError: input is neither int32 nor int64, the weight was replaced, or another
-                module has begun to train the rows of the same HostTable.
+            RuntimeError: input is neither int32 nor int64, the weight was replaced, another module
+                has begun to train the rows of the same HostTable, or the step exceeds the capacity
+                (if rows are on a GPU, a later call may raise instead).
             IndexError: An id is out of range. If rows are on a GPU, a later call may raise instead.
             NotImplementedError: In torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.
@@ -177,6 +183,7 @@ class Embedding(RowModule, nn.Embedding):
             TypeError: `embeddings` is neither a tensor, a HostTable nor a path.
             ValueError: The rows do not have two dimensions, are sparse or quantized, or the file is
                 broken.
+            OSError: The file cannot be opened.
             MemoryError: See Embedding.
 
         Example:

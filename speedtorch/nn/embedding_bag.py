@@ -39,7 +39,7 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
         dtype: The dtype of the rows.
         memory: The table's memory, as for HostTable.
         capacity: The maximum of unique rows in a step, without the row of padding_idx. With None,
-            any number is allowed, and the host waits for this number in each step. For several
+            any number is allowed, and the host waits for the GPU's count in each step. For several
             ranks, see shard.
         cache: Device bytes for frequently loaded rows and their state, such as "2GiB"; see
             speedtorch.cache. By default there is no cache.
@@ -52,8 +52,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             numbers depend only on a seed, the step count and the element of the table.
 
     Raises:
-        MemoryError, NotImplementedError: See Embedding.
-        ValueError: padding_idx is out of range, or mode is unknown.
+        ValueError: mode is unknown, or as for Embedding.
+        TypeError, IndexError, MemoryError, NotImplementedError, RuntimeError: See Embedding.
 
     Example:
         >>> bag = EmbeddingBag(1000, 8, mode="sum")
@@ -214,8 +214,8 @@ def _check_offsets(name: str, ids: int, offsets: object, last: int) -> None:
         raise ValueError(f"{expected}, got {list(offsets.shape)}")
     if len(offsets) < last or (ids and len(offsets) == 0):
         raise RuntimeError(f"{expected} for {ids} ids, got none")
-    # Offsets on a GPU are not checked, because reading them would wait for the GPU. With other
-    # offsets, torch's sums and gradients on the CPU are arbitrary numbers.
+    # Values of offsets on a GPU are not checked, because reading them would wait for the GPU. With
+    # invalid offsets, torch's sums and gradients on the CPU would be arbitrary numbers.
     if offsets.is_cpu and len(offsets) > 0:
         values = offsets.detach().numpy()
         falls = (values[1:] < values[:-1]).sum()
