@@ -62,8 +62,8 @@ class Source(NamedTuple):
     def read(self, device: torch.device) -> Jagged:
         """Concatenates the bags on a device.
 
-        Waits for a GPU only if a keyed tensor on it has other features, or another order, than
-        wanted.
+        Waits for a GPU only if the bags are copied from it to the CPU, or if a keyed tensor on it
+        has other features, or another order, than wanted.
         """
         parts, sizes = self.tensors, self.sizes
         if sizes is None or (device.type != "cpu" and len({*sizes}) > 1):
@@ -98,9 +98,10 @@ class _Bags(NamedTuple):
 
 
 def read_features(given: Features, wanted: list[str], name: str, *, weighted: bool) -> Source:
-    """Checks the input and returns the wanted features in order, without reading values.
+    """Checks the input and returns the wanted features in order.
 
-    `name` is the module's name in error messages. `wanted` may contain a feature twice.
+    Values of ids, and of tensors on a GPU, are not read. `name` is the module's name in error
+    messages. `wanted` may contain a feature twice.
     """
     if isinstance(given, Mapping):
         return _of_dict(given, wanted, name, weighted)
@@ -229,7 +230,7 @@ def _check_weights(name: str, ids: Tensor, weights: object, weighted: bool) -> N
 
 
 def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) -> None:
-    """Checks offsets on the CPU. On a GPU they are not read, and wrong offsets raise no error."""
+    """Checks the dtype and shape of offsets, and their values if they are on the CPU."""
     check_ids(f"{name}: offsets", offsets)
     assert isinstance(offsets, Tensor)
     if offsets.dim() != 1 or len(offsets) == 0:
@@ -252,7 +253,7 @@ def _even_offsets(sizes: tuple[int, ...], samples: int) -> npt.NDArray[np.int64]
 
 
 def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagged:
-    """Concatenates bags on a device without waiting for the device."""
+    """Concatenates bags on a device. A copy to a GPU does not wait."""
     flat = [part.ids if part.ids.dim() == 1 else part.ids.reshape(-1) for part in parts]
     ids, bags = _moved(flat, device), sum(part.bags for part in parts)
     sizes = {part.offsets if isinstance(part.offsets, int) else None for part in parts}
@@ -280,7 +281,7 @@ def _joined(parts: Sequence[_Bags], samples: int, device: torch.device) -> Jagge
 
 
 def _moved(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Concatenates integer tensors on a device without waiting for the device."""
+    """Concatenates integer tensors on a device. A copy to a GPU does not wait."""
     if len({part.device for part in parts}) > 1:
         parts = [_on(part, device) for part in parts]
     whole = parts[0] if len(parts) == 1 else torch.cat([*parts]) if parts else None
@@ -329,8 +330,8 @@ class GroupRows:
 class JaggedRows:
     """Looked-up rows of one feature, one row for each id of a sample.
 
-    The methods are those of torchrec's JaggedTensor. values() is the rows. weights() is the ids if
-    the collection has need_indices.
+    The methods behave as those of torchrec's JaggedTensor. values() returns the rows. weights()
+    returns the ids if the collection has need_indices.
     """
 
     def __init__(self, group: GroupRows, number: int) -> None:
@@ -373,7 +374,7 @@ class JaggedRows:
         return self._group.rows.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedRows:
-        """Returns a copy on another device."""
+        """Returns the rows, offsets and ids on a device."""
         ids, has_ids = self.weights_or_none(), self._group.ids is not None
         rows, offsets = self.values(), self.offsets()
         given = (rows, offsets, offsets[:0] if ids is None else ids)
@@ -405,7 +406,7 @@ class JaggedRows:
         Args:
             desired_length: Rows of each sample; by default the maximum of all samples. Longer
                 samples are truncated at the end.
-            padding_value: The value of the rows after a shorter sample.
+            padding_value: The value of the elements after the rows of a shorter sample.
         """
         return self._padded(self.values(), desired_length, padding_value)
 
@@ -447,7 +448,7 @@ class RowsByFeature(dict[str, JaggedRows]):
     def rows(self) -> Tensor:
         """Concatenates the rows of all features in their order: `[ids, columns]`.
 
-        With one group of tables the call never waits for the GPU; values() of a feature may wait.
+        With one group of tables the call does not wait for the GPU. values() of a feature may wait.
         Raises ValueError if tables differ in columns.
         """
         if len(self._rows) == 1:
@@ -464,8 +465,8 @@ class RowsByFeature(dict[str, JaggedRows]):
 class KeyedFeatures:
     """The result of an EmbeddingBagCollection: pooled rows by feature.
 
-    The methods are those of torchrec's KeyedTensor, and KeyedTensor.regroup() accepts this class. A
-    feature of two tables is called `feature@table`.
+    The methods behave as those of torchrec's KeyedTensor, and KeyedTensor.regroup() accepts this
+    class. A feature of several tables is called `feature@table`.
     """
 
     def __init__(self, places: Mapping[str, tuple[int, int, int]], parts: Sequence[Tensor]) -> None:
@@ -501,7 +502,7 @@ class KeyedFeatures:
         return self._parts[0].device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedFeatures:
-        """Returns a copy on another device."""
+        """Returns the result on a device."""
         moved = self.values().to(device, non_blocking=non_blocking)
         spans = zip(self._places, self.offset_per_key(), self.length_per_key(), strict=False)
         return KeyedFeatures({key: (0, first, n) for key, first, n in spans}, [moved])

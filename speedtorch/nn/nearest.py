@@ -33,15 +33,16 @@ def nearest_neighbors(
     Rows are read in blocks by `emb.blocks(rows)` and compared in float32 on the queries' device.
     The result is torch.topk of the scores of the whole table: largest scores first, and lower ids
     first for equal scores. NaN counts as the largest score. A row that equals a query is not
-    excluded. The last bit of a score depends on the shape of the matrix product, and therefore on
-    `rows`.
+    excluded. The last bits of a score may depend on the shape of the matrix product, and therefore
+    on `rows` and on the number of queries.
 
     Args:
         emb: An Embedding or EmbeddingBag, or a table of a collection.
         queries: Floating-point vectors `[q, embedding_dim]` on any device.
         k: The number of rows to find for each query, from 1 to `emb.num_embeddings`.
         metric: "cosine", which is 0 for a vector of zeros, or "dot" for dot products.
-        rows: The maximum of rows in a block: `rows * embedding_dim * 4` bytes, twice with "cosine".
+        rows: The maximum of rows in a block. A block of float32 rows takes `rows * embedding_dim *
+            4` bytes on the queries' device, and with "cosine" at least twice as many.
         progress: Show a progress bar on stderr: always (True), never (False), or if stderr is a
             terminal and the call takes longer than 2 s (None).
 
@@ -53,7 +54,7 @@ def nearest_neighbors(
             not floating-point, the table is complex, or `k` or `rows` is not an int.
         ValueError: Queries have a wrong shape, the table has no rows or fewer than `k`, `k` or
             `rows` is less than 1, or the metric is unknown.
-        RuntimeError: Ranks share the rows.
+        RuntimeError: Ranks share the rows, or as for Embedding.blocks.
 
     Example:
         >>> import torch, speedtorch

@@ -145,7 +145,7 @@ class RowModule(nn.Module):
     """The dtype to which a caller converted the module; the table's dtype does not change. None
     if both dtypes are equal."""
 
-    @torch.inference_mode(False)  # inference tensors could never be written to later
+    @torch.inference_mode(False)  # outside of inference mode, inference tensors are read-only
     def __init__(
         self,
         num_embeddings: int,
@@ -237,7 +237,7 @@ class RowModule(nn.Module):
         if self._cache is not None:
             self._cache.add(self, self.trained_rows, self._cache_rows)
             self._cache.share()
-        # The weight and the table may outlive the module: the finalizer writes rows back only.
+        # The weight and the table may outlive the module, so the finalizer only writes rows back.
         self._finalizer = weakref.finalize(self, self.trained_rows.release)
         self._finalizer.atexit = False
 
@@ -321,10 +321,11 @@ class RowModule(nn.Module):
     def resize(self: _Self, num_embeddings: int, *, rows: Tensor | None = None) -> _Self:
         """Adds rows after the last one, with their optimizer state, between two steps.
 
-        Existing rows, their state, the optimizer's parameter and all settings do not change. Later
-        steps have the results of a table that had the new rows from the start. The old table
-        remains in memory until the new table is complete. A remaining gradient and announced ids
-        are dropped. Old views of the weight and the old table raise an error.
+        Existing rows, their state and all settings do not change, and the optimizer's parameter
+        remains the same object. Later steps have the results of a table that had the new rows from
+        the start. The old table remains in memory until the new table is complete. A remaining
+        gradient and announced ids are dropped. Old views of the weight and the old table raise an
+        error. A call with the present number of rows changes nothing.
 
         Args:
             num_embeddings: The new number of rows.
@@ -336,10 +337,11 @@ class RowModule(nn.Module):
 
         Raises:
             TypeError: num_embeddings is not an int, or `rows` is not a tensor.
-            ValueError: num_embeddings is less than before, `rows` has a wrong shape, or the bytes
-                of a cache are too few.
-            RuntimeError: A step or a loop of prefetch is running, a CUDA graph uses the rows, or
-                the table was opened with optimizer state that is not attached.
+            ValueError: num_embeddings is less than 1 or than before, `rows` has a wrong shape, or
+                the bytes of a cache are too few.
+            RuntimeError: A step or a loop of prefetch is running, a CUDA graph uses the rows,
+                another module trains them, or the table was opened with optimizer state that is not
+                attached.
             NotImplementedError: Ranks share the rows, or the caller provided the table, or it is in
                 a file or in shared memory. Or `rows` is missing and a subclass overrides
                 reset_parameters().
@@ -437,9 +439,10 @@ class RowModule(nn.Module):
 
     @property
     def capacity(self) -> int | None:
-        """The maximum of unique rows in a step; less than `capacity=` if the table is smaller.
+        """The maximum of unique rows in a step; the table's rows if these are fewer.
 
-        The value is None without `capacity=`.
+        The value is None without `capacity=`. If ranks share the rows, the value limits the
+        unique rows of each rank's shard.
         """
         return self.trained_rows.exchange.memory.capacity
 
@@ -454,7 +457,7 @@ class RowModule(nn.Module):
         return {} if self.stored is None else {"stored": self.stored, "rounding": self.rounding}
 
     def extra_repr(self) -> str:
-        """The arguments that differ from their defaults, the device and the kind of memory."""
+        """The sizes, the arguments that are set, the device and the kind of memory."""
         text = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", *self._settings, "capacity"):
             value = getattr(self, name)
@@ -477,13 +480,14 @@ class RowModule(nn.Module):
     ) -> _Self:
         """Initializes all rows with a function of torch.nn.init or a similar function.
 
-        Unused rows are initialized at first use, so a call right after the constructor costs
-        nothing. The padding row becomes zero. Optimizer state does not change.
+        If no row was used yet, the rows are initialized at first use, otherwise at once. The
+        padding row becomes zero. Optimizer state does not change.
 
         Args:
             function: Called as in `HostTable.init_`.
             *args: Passed to `function`.
-            seed: Makes the numbers repeatable. By default torch's generator draws a seed now.
+            seed: Makes the numbers repeatable. By default torch's default generator draws a seed
+                now.
             **kwargs: Passed to `function`.
 
         Raises:
@@ -510,17 +514,18 @@ class RowModule(nn.Module):
         self.init_(nn.init.normal_)
 
     def announce(self, *ids: Tensor) -> None:
-        """Makes the first lookup of a step load the rows of all lookups of the step.
+        """Makes the first lookup of a step load the rows of all announced lookups of the step.
 
         A step of several lookups then has one exchange. Without announce(), a lookup that loads new
         rows may also copy all rows of the step. With several Embeddings, announce to all of them
-        before the first lookup, so that all ids are planned before the host waits. The call does
-        nothing if lookups do not train (no_grad, frozen rows).
+        before the first lookup, so that all ids are planned before the host waits. If lookups do
+        not train (no_grad, frozen rows), the call only checks the types of the ids.
 
         Announced ids belong to one step, which looks up all of the tensors or none:
 
         - The first lookup of one of the tensors loads the rows of all. If the step omits some of
-          the tensors, optimizer.step() raises RuntimeError before any row changes.
+          the tensors, optimizer.step() raises RuntimeError before any row changes. If ranks share
+          the rows, optimizer.step() does not raise, and also steps the rows without a lookup.
         - After the first lookup of a step, announce() loads the rows at once, and the step must
           look up the tensors.
         - If the step looks up none of them, their rows do not change. The optimizer's step and
@@ -539,9 +544,9 @@ class RowModule(nn.Module):
 
         Raises:
             TypeError: Ids are not integer tensors, or as for a lookup.
-            IndexError: An id is out of range. If rows are on a GPU, the next lookup raises.
+            IndexError: An id is out of range. If rows are on a GPU, a later lookup raises instead.
             RuntimeError: The ids name more rows than the capacity; nothing is announced then. If
-                rows are on a GPU, a later lookup raises.
+                rows are on a GPU, a later lookup raises instead. Or as for a lookup.
 
         Example:
             >>> import torch, speedtorch
@@ -607,8 +612,8 @@ class RowModule(nn.Module):
         Raises:
             TypeError, ValueError: `rows` is not an int, or less than 1.
             RuntimeError: Ranks share the rows.
-            RuntimeError, ValueError: At the next block: another module trains the rows now, or the
-                table is closed.
+            RuntimeError, ValueError: At the next block: another module trains the rows now, a step
+                on a GPU exceeded the capacity, or the table is closed.
             IndexError: At the next block: the GPU found an id out of range.
 
         Example:
@@ -624,9 +629,9 @@ class RowModule(nn.Module):
     def step_ids(self) -> Tensor:
         """The ascending ids of the step's rows `[n]`, int64, on the device, without the padding id.
 
-        `optimizer.step()` changes these rows. The ids remain until the next lookup. With a
-        capacity, the call waits for the GPU. If ranks share the rows, only ids of this rank's shard
-        are returned.
+        `optimizer.step()` changes these rows. The ids remain until the next training lookup. With
+        a capacity, the call waits for the GPU. If ranks share the rows, only ids of this rank's
+        shard are returned.
 
         Example:
             >>> import torch, speedtorch
@@ -645,7 +650,8 @@ class RowModule(nn.Module):
         steps. attach() and resize() may move the rows to other memory: call numpy() again then.
 
         Raises:
-            RuntimeError: Ranks share the rows, or another module trains the rows now.
+            RuntimeError: Ranks share the rows, another module trains the rows now, or a step on a
+                GPU exceeded the capacity.
             ValueError: The table is on a GPU (memory="cuda"), or NumPy lacks the dtype (bfloat16);
                 use blocks() in both cases. Or the table is closed.
             IndexError: The GPU found an id out of range.
@@ -674,7 +680,8 @@ class RowModule(nn.Module):
 
         Raises:
             IndexError: The GPU found an id out of range.
-            RuntimeError: Another module trains the rows now.
+            RuntimeError: Another module trains the rows now, or a step on a GPU exceeded the
+                capacity.
         """
         self.trained_rows.flush()
 
@@ -892,7 +899,7 @@ def _members(ids: object, cache: object, rows: int) -> Tensor | None:
 def opened(argument: str, source: RowsOrPath, memory: MemoryKind) -> Rows:
     """Opens a file as a HostTable in `memory`; returns tensors and HostTables unchanged.
 
-    Raises ValueError if a file has no field "weight", before any row is read.
+    Raises ValueError for a file of torch.save, or without a field "weight", before any row is read.
     """
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
@@ -936,7 +943,8 @@ def _dense(argument: str, values: object, kinds: str) -> Tensor:
         raise TypeError(f"{argument}: expected {kinds}, got {type(values).__name__}.{remedy}")
     if values.is_nested or values.layout != torch.strided:
         layout = "nested" if values.is_nested else values.layout
-        raise ValueError(f"{argument}: expected a dense tensor, got {layout}. Use to_dense().")
+        use = "to_padded_tensor()" if values.is_nested else "to_dense()"
+        raise ValueError(f"{argument}: expected a dense tensor, got {layout}. Use {use}.")
     if values.is_quantized:
         kind = values.dtype
         raise ValueError(f"{argument}: expected plain numbers, got {kind}. Use dequantize().")

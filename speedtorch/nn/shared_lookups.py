@@ -33,7 +33,7 @@ class SharedLookups(ABC):
     def together(
         self: _Lookups, lookups: Sequence[tuple[_Lookups, Sequence[Ids], bool]]
     ) -> AbstractContextManager[None]:
-        """Within the context, modules of the same ranks run, announce or plan lookups at once.
+        """Returns a context in which modules run, announce or plan lookups on all ranks at once.
 
         `lookups` has, for each module, the ids of its lookups and whether they train. The caller
         must use all of a module's lookups or none, and no others.
@@ -43,9 +43,11 @@ class SharedLookups(ABC):
 def together(
     parts: Mapping[RowModule, Sequence[Ids]], *, trains: bool | None = None
 ) -> AbstractContextManager[None]:
-    """Within the context, the caller runs, announces or plans only the lookups of these ids.
+    """Returns a context in which ranks compare and request the modules' lookups at once.
 
-    `trains` says whether all lookups train; by default as a lookup at the time of the call.
+    Without several modules with sharded rows, the context has no effect. Within it the caller must
+    run, announce or plan only the lookups of these ids. `trains` says whether all lookups train, by
+    default as lookups at the time of the call.
     """
     shared: list[tuple[SharedLookups, Sequence[Ids], bool]] = []
     for module, ids in parts.items():

@@ -36,7 +36,7 @@ class EmbeddingConfig:
         feature_names: Features whose ids are rows of this table; by default the table's name.
         weight_init_max: The largest initial value; by default sqrt(1 / num_embeddings).
         weight_init_min: The smallest initial value; by default -sqrt(1 / num_embeddings).
-        init_fn: Initializes the rows instead, called as in `HostTable.init_`.
+        init_fn: Replaces the uniform initialization; called as in `HostTable.init_`.
         group: Tables with equal group, embedding_dim and data_type share one parameter.
 
     Raises:

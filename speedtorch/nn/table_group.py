@@ -56,7 +56,7 @@ class TableGroup(RowModule):
         return f"{'tables' if len(names) > 1 else 'table'} {', '.join(names[:3])}{more}"
 
     def reset_parameters(self) -> None:
-        """Initializes all rows again as the tables' configs say."""
+        """Initializes all rows again by the init_fn or the initial range of their config."""
         for first, table in zip(self.ranges.firsts, self.ranges.tables, strict=True):
             rows = slice(first, first + table.rows)
             draw = LazyInit((table.draw,), random_seed(), None, rows)
@@ -86,7 +86,7 @@ class TableGroup(RowModule):
     def resize_table(self, table: Table, rows: Tensor | None, notify: Callable[[], object]) -> None:
         """Resizes one of the tables; see Embedding.resize. `table` is the new description.
 
-        `notify` is called after the change, and again after a change that an exception undoes.
+        `notify` is called after the change, and again after an exception has undone the change.
         """
         before = self.ranges
         at = [old.name for old in before.tables].index(table.name)

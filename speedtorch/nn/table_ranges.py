@@ -64,8 +64,8 @@ class TableRanges:
     def ids_of(self, source: Source, device: torch.device) -> TableIds:
         """Converts feature ids to row ids; the lookup finds bad ids, see explained().
 
-        With a GPU, reuses the result for equal ids on the CPU, or for the same unchanged tensors on
-        the GPU.
+        If the rows or ids are on a GPU, reuses the result for equal ids on the CPU, or for the same
+        unchanged tensors on the GPU.
         """
         if device.type == "cpu" and not any(tensor.is_cuda for tensor in source.tensors):
             # No cache is needed: announce() and prefetch recognize row ids on the CPU by values.
@@ -101,7 +101,7 @@ class TableRanges:
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
         if device not in self._ranges:
-            # The copy of constants waits for the GPU, so a CUDA graph captures only later calls.
+            # This copy waits for the GPU, which a capture forbids: warm-up steps come first.
             ranges = [(self.firsts[k], self.tables[k].rows) for k, _ in self.features]
             self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
         ids, offsets, samples, _ = jagged
@@ -117,9 +117,9 @@ class TableRanges:
         return TableIds(rows, Bags(offsets, bags, len(means), all(means), divisors), jagged)
 
     def explained(self, error: IndexError, latest: TableIds | None = None) -> IndexError:
-        """Returns an error that names feature and table of the latest remembered bad ids.
+        """Returns an error that names feature and table of the latest bad ids.
 
-        Returns `error` if the remembered row ids have no bad ids.
+        Returns `error` itself if neither `latest` nor the remembered row ids have bad ids.
         """
         before = [made() for *_, made in (*self._cache, *self._awaited)]
         for ids in reversed([*before, latest]):
@@ -155,7 +155,7 @@ _Entry = tuple[Hashable, list[SeenTensors], _Place, Callable[[], TableIds | None
 
 
 def _find(entries: Sequence[_Entry], source: Source, place: _Place) -> TableIds | None:
-    """Returns the row ids of a source, if its tensors are known to be unchanged."""
+    """Returns the row ids of a source if its tensors are known to be unchanged, else None."""
     for form, seen, where, made in reversed(entries):
         # An equal form also means an equal number of tensors.
         same_form = (form, where) == (source.form, place)
@@ -180,7 +180,7 @@ class _IdsCache(deque[_Entry]):
         return _IdsCache()
 
     def find(self, source: Source, place: _Place) -> TableIds | None:
-        """Returns the row ids of a source, if its tensors are known to be unchanged."""
+        """Returns the row ids of a source if its tensors are known to be unchanged, else None."""
         if any(captured != place[1] for _, _, (_, captured), _ in self):
             self.clear()  # entries are from another capture state
         return _find(self, source, place)

@@ -145,7 +145,7 @@ class Tables(nn.Module):
             )
 
 
-# Functions instead of methods, because no table can have the name of a method of Tables.
+# These are functions, because a table cannot have the name of a method of Tables.
 
 
 def groups_of(tables: Tables) -> list[TableGroup]:
@@ -199,7 +199,7 @@ class JoinedTable:
 
     @weight.setter
     def weight(self, value: object) -> None:
-        """Raises AttributeError except for the same object, which `weight *= 2` assigns."""
+        """Raises AttributeError except for the weight itself, which `weight *= 2` assigns."""
         if value is not self._weight:
             member = self._weight._member
             raise AttributeError(
@@ -258,10 +258,10 @@ class _Member(NamedTuple):
             )
 
     def has_no(self, attribute: str) -> str:
-        """Returns the error text for an attribute that only a parameter has."""
+        """Returns the error text for an attribute that a table without a parameter lacks."""
         name = repr(self.name)
         return (
-            f"table {name} has no {attribute!r}, because it shares a parameter with other tables:"
+            f"table {name} has no {attribute!r}. The table shares a parameter with other tables:"
             f" group_of({name}).weight, of {self.group._label()}. For a parameter of its own, set"
             f" group={name} in the table's config."
         )
@@ -270,9 +270,10 @@ class _Member(NamedTuple):
 class TableWeight(Tensor):
     """The rows of a table that shares its group. A TableWeight is not a parameter.
 
-    Functions that need a parameter, such as `grad`, raise RuntimeError. Reading the shape or dtype
-    takes no memory. Every other torch function works on the table's memory, with the rows that are
-    current at the call.
+    Attributes and methods that need a parameter, such as `grad`, raise RuntimeError. The shape, the
+    dtype and `requires_grad` are read without access to the rows. Every other torch function runs
+    on the table's memory, after rows on the GPU are written back, and raises RuntimeError if ranks
+    share the rows.
     """
 
     _member: _Member

@@ -53,9 +53,9 @@ def save_word2vec_format(
             complex, or `words` is not a sequence of str.
         ValueError: There are more or fewer words than rows, or a word is empty, contains a space,
             a tab or a line end, is repeated, or has no UTF-8 encoding.
-        RuntimeError: Ranks share the rows.
-        OSError: The disk is full, or another file call failed. In all these cases the file at
-            `path` has not changed.
+        RuntimeError: Ranks share the rows, or as for Embedding.blocks.
+        OSError: The disk is full, or another file call failed. After an error the file at `path`
+            has not changed, unless the message says that the new file is complete and in place.
 
     Example:
         >>> import tempfile, torch, speedtorch

@@ -204,7 +204,7 @@ def test_a_joined_table_is_no_parameter_and_says_which_is(use: Any) -> None:
 
 def test_a_joined_table_is_no_module_and_says_what_is() -> None:
     table = made().embedding_bags["item"]
-    with pytest.raises(AttributeError, match=r"has no 'parameters', .*group_of\('item'"):
+    with pytest.raises(AttributeError, match=r"has no 'parameters'\. .*group_of\('item'"):
         table.parameters()
     assert repr(table) == "JoinedTable(item: 30; columns=4)"
 

@@ -200,6 +200,10 @@ def quantized() -> Tensor:
 NO_VALUES: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(WIDTH).to_sparse(), r"got torch.sparse_coo. Use to_dense"),
     "csr": (lambda: torch.eye(WIDTH).to_sparse_csr(), r"got torch.sparse_csr. Use to_dense"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.eye(WIDTH)[:2], torch.eye(WIDTH)]),
+        r"got nested. Use to_padded_tensor\(\)",
+    ),
     "quantized": (quantized, r"expected plain numbers, got torch.qint8. Use dequantize\(\)"),
     "meta": (lambda: torch.empty(WIDTH, WIDTH, device="meta"), "values, got one on the meta"),
 }
