@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from speedtorch.step.sparse_rows import LIKE_FILLS, SparseRows, map_lists, single_name
+from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.torch_internals import (
     as_plain,
     base_of,
@@ -289,6 +290,10 @@ class _LookedUp(Tensor):
 
 
 _NO_GRAD = "torch.no_grad() or weight.data"
+_NOT_A_VIEW = (
+    "is a copy of rows that ranks share, and a write to it would not change them. Clone it, or load"
+    " new rows with load_state_dict()."
+)
 
 
 def _name_of(func: Any, args: Sequence[Any]) -> str:
@@ -342,6 +347,22 @@ def _refuse_share(weight: RowWeight, name: str) -> None:
         )
 
 
+def _check_collective(name: str, weights: Sequence[RowWeight]) -> None:
+    """Raises NotImplementedError unless the elements are contiguous in the tables' own memory.
+
+    gloo reads and writes strided memory as if it were contiguous: between the rows of a table is
+    optimizer state.
+    """
+    for weight in weights:
+        _refuse_share(weight, name)
+        elements = weight._elements()
+        is_own = elements.dtype == weight._rows.table.field(weight._field).dtype
+        if not (is_own and elements.is_contiguous()):
+            reason = "the rows are in 16 bits, or optimizer state is between them"
+            remedy = "a copy: rows = weight.detach().clone(), and weight.data.copy_(rows) after it"
+            raise _refused(weight, f"{name}() of", reason, remedy)
+
+
 def _own_gradient(access: str, weight: RowWeight, *value: Any) -> Any:
     """Accesses torch's own `grad` attribute."""
     return getattr(_GRADIENT, access)(weight, *value)
@@ -368,6 +389,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         with as_plain():
             return func(*args, **kwargs)
     weight = weights[0]
+    in_module = str(getattr(func, "__module__", ""))
+    if getattr(func, "namespace", "") == "c10d" or in_module.startswith("torch.distributed."):
+        _check_collective(name, weights)
     is_first = bool(args) and args[0] is weight
     if is_first and access in ("__get__", "__set__", "__delete__"):
         if name not in _ELEMENTS:
@@ -786,7 +810,7 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
         rows = _by_ids(weight, torch.arange(*first.indices(count)), trains)
         rows = rows[(slice(None), *rest)] if rest else rows
     if weight._rows.table.shard_spec is not None:
-        return rows
+        return rows if trains else ReadOnlyRows(rows, _NOT_A_VIEW)
     again = partial(weight.__getitem__, index)
     return _LookedUp.of(rows, weight.detach()[index], again)  # type: ignore[arg-type]
 

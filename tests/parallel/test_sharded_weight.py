@@ -129,6 +129,16 @@ def test_operations_are_those_of_the_whole_table_or_raise(attached: bool) -> Non
     assert own_gradient(ours[0]) is not None
 
 
+@pytest.mark.parametrize("index", [5, slice(2, 4)], ids=["row", "slice"])
+def test_a_write_to_rows_that_were_looked_up_without_gradients_raises(index: Any) -> None:
+    ours, _ = made()
+    weight = ours[0].weight
+    with torch.no_grad():
+        for view in (weight[index], weight.data[index]):
+            with pytest.raises(ValueError, match="is a copy of rows that ranks share"):
+                view.mul_(2)
+
+
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_of_the_weight_are_trained_by_global_ids(name: str) -> None:
     ours, theirs = made()

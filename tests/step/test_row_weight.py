@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
@@ -492,3 +493,16 @@ def test_a_view_of_a_weight_has_no_gradient_and_trains_no_rows() -> None:
         view.grad = torch.ones(ROWS, WIDTH)
     with pytest.raises(NotImplementedError, match="of a copy of its weight is not supported"):
         F.embedding(IDS, view.requires_grad_())
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("settings", [{}, {"stored": torch.bfloat16}], ids=["state", "16 bits"])
+def test_a_collective_of_rows_that_are_not_contiguous_raises(settings: dict[str, Any]) -> None:
+    dist.all_reduce(speedtorch.Embedding(ROWS, WIDTH).weight.data)
+    module = speedtorch.Embedding(ROWS, WIDTH, **settings)
+    speedtorch.attach(optim.Adam(module.parameters()), module)
+    before = module.table.record.clone()
+    for call in (dist.all_reduce, partial(dist.broadcast, src=0)):
+        with pytest.raises(NotImplementedError, match="in 16 bits, or optimizer state is between"):
+            call(module.weight.data)
+    assert torch.equal(module.table.record, before)
