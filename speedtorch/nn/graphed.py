@@ -82,8 +82,8 @@ class GraphedStep(ABC):
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(
                 "graphed: a CUDA graph repeats the numbers of its capture, but hyperparameters have"
-                f" changed since then: {_changed(self._settings, now)}. Pass the optimizer a tensor"
-                " (lr=torch.tensor(...)), or call graphed() again."
+                f" changed since then: {_changed(self._settings, now)}. Pass lr as a tensor on the"
+                " device of the rows (lr=torch.tensor(..., device=...)), or call graphed() again."
             )
         if next_ids is not None and not self._named:
             raise ValueError("graphed: next_ids need an example. Pass next_ids= to graphed() too.")
