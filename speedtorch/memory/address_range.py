@@ -53,7 +53,7 @@ class AddressRange:
     def allocating(self) -> Iterator[None]:
         """Context manager in which torch allocates this thread's GPU tensors in the range.
 
-        Their memory is not mapped yet, so nothing may read or write these tensors.
+        Their memory is not mapped, so nothing may read or write these tensors before map().
         """
         with torch.cuda.device(self._device):  # a pool belongs to the current GPU
             pool = torch.cuda.MemPool(_allocator())
@@ -67,7 +67,8 @@ class AddressRange:
     def map(self) -> None:
         """Maps physical memory, with undefined values, behind all allocations in the range.
 
-        If the GPU has too little memory, raises torch.OutOfMemoryError and changes nothing.
+        If the GPU has too little memory, frees torch's cached memory and tries again. If that
+        fails, raises torch.OutOfMemoryError and maps nothing.
         """
         try:
             _ops.map_range(self.base)
@@ -77,6 +78,6 @@ class AddressRange:
         self.is_mapped = True
 
     def unmap(self) -> None:
-        """Unmaps the physical memory. First wait for all work that uses this memory."""
+        """Unmaps the physical memory. The caller must first wait for all work that uses it."""
         self.is_mapped = False  # also after an error, because the contents are no longer valid
         _ops.unmap_range(self.base)

@@ -1,8 +1,9 @@
 """Measures once per machine the time to copy a row, for the choice of path in cost_model.py.
 
-Each pair of machine and GPU has one file of results. The file is read when torch first uses a GPU,
-because before that the GPU is unknown and no path is chosen. If the file is missing, the first
-HostTable of 1 GiB or more measures the times. Until then the library uses the times of an H200.
+Each pair of machine and GPU model has one file of results. The file is read when torch first uses a
+GPU, because before that the GPU is unknown and no path is chosen. If the file is missing, the first
+HostTable of 1 GiB or more in managed, registered or shared memory measures the times. Until then
+the library uses the times of an H200.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
         costs of planning, then the link's GB/s to the GPU and back.
 
     Raises:
-        RuntimeError: There is no GPU, or the measured times are implausible.
+        RuntimeError: There is no GPU, CUDA failed, or the measured times are implausible.
         MemoryError: Less than 256 MiB of host memory are available.
 
     Example:
@@ -113,7 +114,7 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
 def calibrate_once(nbytes: int) -> None:
     """Calibrates before a machine's first large table is allocated; logs failures, never raises.
 
-    Does nothing with SPEEDTORCH_CALIBRATE=0 or during the capture of a CUDA graph.
+    Does nothing without a GPU, with SPEEDTORCH_CALIBRATE=0 or during the capture of a CUDA graph.
     """
     if nbytes < WORTH_BYTES or os.environ.get("SPEEDTORCH_CALIBRATE") == "0":
         return

@@ -182,7 +182,10 @@ def use_costs(costs: Tensor | list[float], *, calibrated: bool) -> None:
 
 @contextmanager
 def forced_path(path: str) -> Iterator[None]:
-    """Forces gathers and scatters to take one path or raise ValueError; for tests and timings."""
+    """Forces gathers and scatters over the link to take one path, or raise ValueError.
+
+    For tests and timings. The path is forced in all threads.
+    """
     if path not in PATHS[:3]:
         raise ValueError(f"forced_path: path must be direct, distinct or ordered, got {path!r}")
     _ops.force_path(PATHS.index(path))
@@ -195,8 +198,9 @@ def forced_path(path: str) -> Iterator[None]:
 def get_num_sms() -> int:
     """The maximum number of multiprocessors (SMs) that a kernel over the link may fill.
 
-    Without set_num_sms() the maximum is 16 for PCIe 5 x16 and slower links. For a faster link that
-    `calibrate` has measured, the maximum grows in proportion. A launch never exceeds its GPU's SMs.
+    Without set_num_sms() the maximum is 16 for PCIe 5 x16 and slower links. If `calibrate` has
+    measured a link that is faster by more than a quarter, the maximum grows in proportion. A launch
+    never exceeds its GPU's SMs.
 
     Example:
         >>> get_num_sms()
@@ -211,8 +215,8 @@ def set_num_sms(count: int | None) -> None:
     A lower limit leaves more of the GPU to other work. Results do not change. A kernel fills fewer
     multiprocessors if those saturate the link. Over PCIe 5 x16, swaps fill at most 8. On a GPU with
     bulk copies (Hopper, data-centre Blackwell), batches of more than 4,096 rows of 512 bytes and
-    more, aligned in managed memory, fill at most 3. For a faster link that `calibrate` has
-    measured, these numbers grow in proportion.
+    more, aligned in managed memory, fill at most 3. If `calibrate` has measured a link that is
+    faster by more than a quarter, these numbers grow in proportion.
 
     Args:
         count: At least 1. None ends the limit of earlier calls; see get_num_sms().

@@ -76,23 +76,26 @@ def empty(
     """Allocates a zeroed tensor in host memory, without rounding its size up.
 
     Memory other than plain is near the current GPU, if that NUMA node has free bytes. The memory is
-    freed after the tensor dies and the GPU work that used it is complete. If a captured CUDA graph
-    may use the memory, it is freed only after `speedtorch.memory.release`.
+    freed after the tensor and its views are freed and the ops of speedtorch that used the memory
+    are complete. If a captured CUDA graph may use the memory, it is freed only after
+    `speedtorch.memory.release`.
 
     Args:
         size: Number of elements, or shape.
-        dtype: Any torch dtype of whole bytes.
+        dtype: Any torch dtype that is not quantized.
         memory: "managed", "registered", "plain" or "auto". "auto" is managed if every GPU can reach
-            managed memory, else registered if there is a GPU, else plain. Managed memory is mapped
+            managed memory, else registered if there is a GPU, else plain. If CUDA cannot pin
+            registered memory, "auto" warns and uses plain memory. Managed memory is mapped
             on the current GPU at once, and on another GPU when an op first uses it there. Torch's
             own copies between a GPU and registered memory must not cross a multiple of 256 GiB from
             its beginning: use `pinned_copy`.
 
     Raises:
         MemoryError: The machine has too little memory (SPEEDTORCH_MEMORY_CHECK=0 tries anyway).
-        RuntimeError: This machine does not support the kind of memory.
+        RuntimeError: This machine does not support the kind of memory, CUDA failed, or the capture
+            of a CUDA graph is in progress.
         TypeError: `size` is not made of integers, or `dtype` is not a dtype.
-        ValueError: `memory`, `size` or `dtype` is not one of those above.
+        ValueError: `memory` is unknown, `size` is negative, or `dtype` is quantized.
 
     Example:
         >>> empty((3, 2), memory="plain").tolist()
@@ -115,7 +118,7 @@ def empty(
     except RuntimeError as error:
         if (memory, kind) != ("auto", "registered"):
             raise
-        warnings.warn(f"this table is not pinned, so GPU access is slower: {error}", stacklevel=2)
+        warnings.warn(f"this memory is not pinned, so GPU access is slower: {error}", stacklevel=2)
         made = _ops.host_empty(nbytes, KIND_NAMES.index("plain"), is_checked())
     return made.view(dtype).view(shape)
 
@@ -136,19 +139,20 @@ def _check_dense(op: str, tensor: object) -> None:
 def pin_memory_(tensor: Tensor) -> Tensor:
     """Pins a CPU tensor's memory in place, so that a GPU can access it, and returns the tensor.
 
-    The memory remains pinned until `unpin_memory_` or until this tensor object dies. Views share
-    the pinned memory. Read-only mappings of files are pinned read-only, and ops raise before a
-    write to them. Do not resize a pinned tensor, because new memory of its storage is not pinned.
+    The memory remains pinned until `unpin_memory_` or until this tensor object dies. If a captured
+    CUDA graph may use the memory, it remains pinned until `release`. Views share the pinned memory.
+    Read-only mappings of files are pinned read-only, and ops of speedtorch raise before a write to
+    them. Do not resize a pinned tensor, because new memory of its storage is not pinned.
 
     Args:
-        tensor: A dense CPU tensor. Nothing happens if the tensor has no elements.
+        tensor: A dense CPU tensor. A tensor without elements has no memory to pin.
 
     Raises:
         TypeError: `tensor` is not a tensor.
         ValueError: The tensor is not on the CPU or not dense, or (part of) its memory is already
             pinned or was allocated by speedtorch.
-        RuntimeError: CUDA failed, or pins memory where kernels cannot access it (WSL2). The message
-            states the reason and a remedy.
+        RuntimeError: CUDA failed, or pins memory where kernels cannot access it (WSL2). Or the
+            capture of a CUDA graph is in progress. The message states the reason and a remedy.
 
     Example:
         >>> rows = torch.zeros(1000, 4)
@@ -198,7 +202,10 @@ def keep_pinned(view: Tensor, pinned: Tensor) -> Tensor:
 
 
 def unpin_memory_(tensor: Tensor) -> Tensor:
-    """Unpins a tensor after the GPU work that uses its memory is complete; returns the tensor.
+    """Unpins a tensor, and returns the tensor.
+
+    Waits for the ops of speedtorch that use its memory. The caller must first wait for other GPU
+    work that uses the memory, such as non-blocking copies of torch.
 
     Args:
         tensor: The tensor object that was pinned.

@@ -50,15 +50,15 @@ def check_kind(kind: MemoryKind, device: _Device = None, path: _Path = None) -> 
     if kind == "mapped":
         raise ValueError(
             "memory='mapped' maps the file of a saved table. Open it with HostTable.open(path,"
-            " 'mapped') and pass the table to Embedding.from_pretrained. memory='file' creates a"
-            " new file."
+            " 'mapped'). For a module, pass that table to Embedding.from_pretrained. memory='file'"
+            " creates a new file."
         )
     if device is not None and kind != "cuda":
         raise ValueError(f"device: requires memory='cuda', got memory={kind!r}")
     if kind == "file" and path is None:
         raise ValueError(
-            "memory='file' needs a path. Create a HostTable(..., memory='file', path=...) and pass"
-            " it to Embedding.from_pretrained."
+            "memory='file' needs a path. Create a HostTable(..., memory='file', path=...). For a"
+            " module, pass that table to Embedding.from_pretrained."
         )
     if kind != "file" and path is not None:
         raise ValueError(f"path: requires memory='file', got memory={kind!r}")
@@ -105,9 +105,9 @@ class Placement:
         """Deletes the file that was created for the bytes, if any."""
 
     def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """Calls `fill` to initialise a field with `value`; in shared memory in one process only.
+        """Calls `fill` to initialise a field with `value`; in shared memory only the first time.
 
-        Returns False if another process has initialised the field with another value.
+        Returns False if the field in shared memory was initialised with another value before.
         """
         if self._shared is not None:
             return self._shared.begin(field, value, fill)
@@ -121,11 +121,12 @@ class Placement:
 
     @property
     def shared(self) -> SharedMemory:
-        """The memory that processes share. Raises ValueError for memory of one process."""
+        """The memory that processes share. Raises ValueError for all other kinds of memory."""
         if self._shared is None:
             raise ValueError(
-                f"this table's memory is {self.memory!r}, which only one process can use. Create"
-                " the table with memory='shared'."
+                f"this table's memory is {self.memory!r}, but only memory='shared' can be shared,"
+                " and has versions for writing() and read_consistently(). Create the table with"
+                " memory='shared'."
             )
         return self._shared
 
@@ -272,7 +273,7 @@ class MappedPlacement(Placement):
             check_size(path, file.size(), len(file))
 
     def flush(self) -> None:
-        """Waits only for the GPU: nothing is unwritten, and a truncated file is closed, too."""
+        """Waits only for the GPU: there are no changes to write. Accepts a truncated file too."""
         wait_for_rows(None)
 
 
@@ -285,8 +286,8 @@ def check_size(path: str, size: int, needed: int) -> None:
     if size < needed:
         raise ValueError(
             f"{path}: the file was truncated to {size:,} bytes, but a table maps {needed:,} bytes"
-            " of it. Close the table and open a complete file. To replace a file in use, write"
-            " another file and rename it."
+            " of it. Close the table, and open a complete file or create a new table. To replace a"
+            " file in use, write another file and rename it."
         )
 
 

@@ -136,7 +136,7 @@ class SharedMemory:
 
     `data` is uint8 `[count]`. The memory is freed with the last process, tensor and handle that
     uses it. This object owns the descriptor and closes it, even if the constructor raises. If
-    `new_bytes` is not 0, the memory is new: that many bytes are reserved and sealed at once.
+    `new_bytes` is not 0, the memory is new, and the constructor reserves and seals that many bytes.
     """
 
     def __init__(self, descriptor: _Descriptor, count: int, new_bytes: int = 0) -> None:
@@ -203,9 +203,10 @@ class SharedMemory:
     # ---- first values
 
     def begin(self, field: int, value: bytes, fill: Callable[[], object]) -> bool:
-        """Calls `fill` in one process to fill a field with `value`; the other processes wait.
+        """Calls `fill` to fill a field with `value`, unless it is filled or loaded already.
 
-        Returns whether the field began with this value or with loaded values.
+        Other processes wait meanwhile. Returns whether the field began with this value or with
+        loaded values.
         """
         lock = nullcontext(self._descriptor) if self._is_mine() else self._locked(fcntl.LOCK_EX)
         with lock as descriptor:
@@ -222,7 +223,9 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        """The version: even while all writes are complete, odd during a write. Each write adds 2.
+        """The version: odd during a write or after a writer ended halfway, otherwise even.
+
+        A complete write adds 2.
 
         pread and pwrite access the version instead of the mapping. The kernel locks the page during
         these calls, which orders them with earlier and later accesses to the mapping.
@@ -286,7 +289,7 @@ class SharedMemory:
                     calls.lock(descriptor.fileno(), fcntl.LOCK_UN)
 
     def read_consistently(self, read: Callable[[], _Result], timeout_s: float) -> _Result:
-        """Returns the result of a `read()` call during which only this thread could write.
+        """Returns the result of a `read()` call during which no other thread was in writing().
 
         Raises TimeoutError if none succeeds in time, and RuntimeError if a writer ended halfway.
         """
@@ -302,12 +305,13 @@ class SharedMemory:
             elif self._writer_ended(before):
                 raise RuntimeError(
                     "read_consistently: a writer ended within `with table.writing()`, and some of"
-                    " its rows may be old. Write the rows again within such a block."
+                    " its rows may be old. Write its rows again within such a block."
                 )
             if time.monotonic() > until:
                 raise TimeoutError(
                     f"read_consistently: every read for {timeout_s:g} s overlapped with a write."
-                    " Read fewer rows at once, write less often, or increase timeout_s."
+                    " Read fewer rows at once, write less often or in shorter writing() blocks, or"
+                    " increase timeout_s."
                 )
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)

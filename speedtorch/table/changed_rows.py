@@ -21,8 +21,8 @@ class _DeviceRecord(NamedTuple):
     """The record of changes on one device."""
 
     versions: Tensor
-    """`[rows + 1]`: the current version at each row's last write, or 0. The last element is a dummy
-    for ids beyond `number`."""
+    """`[rows + 1]`: the version of each row's last recorded write with ids on this device, or 0.
+    The last element is a dummy for ids beyond `number`."""
     now: Tensor
     """The last version, `[1]`, for work that is queued on the device, such as CUDA graphs."""
 
@@ -32,8 +32,8 @@ class ChangedRows:
 
     Args:
         rows: Number of rows of the table.
-        memory_version: Returns the `_version` of the table's memory, which changes after each write
-            by torch or by an op of this library.
+        memory_version: Returns the `_version` of the table's memory. HostTable.changed() names the
+            writes that do not change it.
     """
 
     def __init__(self, rows: int, memory_version: Callable[[], int]) -> None:
@@ -57,7 +57,7 @@ class ChangedRows:
         self._memory_version, self._seen = memory_version, memory_version()
 
     def begin(self) -> int:
-        """Starts and returns a new version. The caller has waited for all earlier writes."""
+        """Starts and returns a new version. The caller must have waited for earlier writes."""
         self._detect_writes()
         self._now += 1
         for device, record in self._records.items():
@@ -89,7 +89,8 @@ class ChangedRows:
     def moving(self) -> Iterator[None]:
         """A context for copies of rows that change no values: records nothing.
 
-        If the block raises, all rows count as written, because `_seen` keeps the old version.
+        If the block changes the memory and raises, all rows count as written, because `_seen` keeps
+        the old version.
         """
         self._detect_writes()
         yield
@@ -98,8 +99,8 @@ class ChangedRows:
     def since(self, version: int) -> Tensor:
         """Returns ascending ids of rows written since a version, int64 `[n]` on the CPU.
 
-        Returns all ids if a write since then was to unknown rows. The caller has waited for the
-        GPU.
+        Returns all ids if a write since then was to unknown rows. The caller must first write newer
+        copies of rows back.
         """
         self._detect_writes()
         if self._all_at >= version:

@@ -128,10 +128,12 @@ class HostTable:
     raise for memory="managed", and memory="registered" works. Several processes use one table with
     memory="shared" and `share()`, or each maps a saved table with `open(path, "mapped")`.
 
-    `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` initialize a field in parallel and return
-    the table. With a seed, the bits do not depend on the number of threads, the kind of memory or
-    the other fields. Without a seed, `torch.manual_seed` determines them. `progress` shows a bar on
-    stderr: always (True), never (False), or on a terminal after two seconds (None).
+    `zeros_`, `uniform_`, `normal_`, `init_` and `fill_` initialize a field and return the table.
+    All run in parallel, except `init_` with a function that needs the whole tensor. The bits of a
+    parallel call do not depend on the number of threads, the kind of memory or the other fields.
+    The seed determines random numbers, or without a seed `torch.manual_seed`. `progress` shows a
+    bar of a parallel call on stderr: always (True), never (False), or on a terminal after two
+    seconds (None).
 
     A field name that the table does not have raises KeyError.
 
@@ -157,8 +159,8 @@ class HostTable:
 
     Attributes:
         rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
-        memory_reason: Why the memory is not of the requested kind, or why a GPU cannot read it in
-            place. Otherwise "".
+        memory_reason: Why a file was loaded instead of mapped, or why a GPU cannot read "mapped" or
+            "shared" memory in place. Otherwise "".
         memory_beside: The kind of memory for a second table with optimizer state that this table
             does not have.
         writable: Whether rows can be written. False for a mapped file.
@@ -170,7 +172,8 @@ class HostTable:
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or a value that is not allowed.
-        RuntimeError: The kind of memory needs a GPU, and there is none.
+        RuntimeError: The machine does not support the kind of memory, for example because there is
+            no GPU. The GPU has too little memory (torch.OutOfMemoryError).
         MemoryError: The machine has too little memory. Nothing was allocated.
         OSError: The file exists already or cannot be created.
 
@@ -244,10 +247,11 @@ class HostTable:
         show the result. If the file is shortened, later calls raise ValueError. To update such a
         file, write a new file beside it and rename that.
 
-        The other arguments are the same as for HostTable.
+        The other arguments are the same as for HostTable. memory="mapped" accepts none of these.
 
         Raises:
-            ValueError: The file is broken or contains no table. No memory was allocated.
+            ValueError: The file is broken, contains no table or has no such field, or an argument
+                is not allowed. No memory was allocated.
             MemoryError, OSError: See HostTable. OSError also if the file cannot be read.
 
         Example:
@@ -309,13 +313,14 @@ class HostTable:
     def from_handle(cls, handle: TableHandle) -> HostTable:
         """Opens the table that another process shared with share(). Both use the same memory.
 
-        Nothing is copied or read. Each process registers the rows for its own GPU and closes its
-        own table. The memory is freed with the last table, view and handle of all processes.
+        Nothing is copied or read. Each process with a GPU registers the rows for it. close()
+        affects only this process. The memory is freed with the last table, view and handle of all
+        processes.
 
         Raises:
             TypeError: `handle` is not a TableHandle.
-            ValueError: The handle comes from another machine, container or version, or the machine
-                has restarted since.
+            ValueError: The handle comes from another machine or container, or from before a restart
+                of the machine. Or its speedtorch version lays out records differently.
             ProcessLookupError: The process that called share() has ended or has closed the table.
                 A process that multiprocessing started with the handle does not need that process.
             PermissionError: Another user owns the table.
@@ -414,8 +419,8 @@ class HostTable:
     def _read_only(self) -> str:
         path = self._open_placement().path
         return (
-            f"is a read-only mapping of {path}. HostTable.open({path!r}) loads it into writable"
-            " memory."
+            f"is a read-only mapping of {path}. HostTable.open() without memory='mapped' loads the"
+            " file into writable memory."
         )
 
     def check_writable(self, what: str) -> None:
@@ -431,10 +436,10 @@ class HostTable:
     """The most used rows in host memory, or None without `resident`."""
 
     def report(self) -> ResidentReport:
-        """Returns the number of resident rows of a file table, hits, and file accesses.
+        """Returns the number of resident rows of a file table, their hit rate, and file accesses.
 
         Raises:
-            ValueError: The table was made without `resident`, or is closed.
+            ValueError: The table was made without `resident`, has no bytes, or is closed.
 
         Example:
             >>> import tempfile
@@ -446,7 +451,9 @@ class HostTable:
         """
         self._open_placement()
         if self.resident is None:
-            raise ValueError("report: only a table with memory='file' and resident= has a report")
+            raise ValueError(
+                "report: only a nonempty table with memory='file' and resident= has a report"
+            )
         return self.resident.report()
 
     holder: weakref.ref[RowHolder] | None = None
@@ -516,7 +523,7 @@ class HostTable:
         return self._field_in(self._views, field)
 
     def rows_to_read(self, field: str) -> Tensor:
-        """Same as rows_of, but a plain tensor: nothing raises if the caller writes."""
+        """Same as rows_of, but a plain tensor, to which the caller must not write."""
         return self._field_in(self._plain_views, field)
 
     def places_of(self, tensor: Tensor) -> Iterator[tuple[str, int]]:
@@ -557,9 +564,10 @@ class HostTable:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a HostTable cannot be pickled or copied. Call save(), and HostTable.open(path,"
-            " 'mapped') in the other process. Or make the table with memory='shared', and send the"
-            " result of share(). Or fork with memory='registered'."
+            "a HostTable cannot be pickled or copied. Call save(path) and HostTable.open(path) for"
+            " a copy. For other processes, map that file with HostTable.open(path, 'mapped'), send"
+            " the result of share() of a table with memory='shared', or fork with"
+            " memory='registered'."
         )
 
     @property
@@ -575,7 +583,7 @@ class HostTable:
     def _records(self) -> Tensor:
         if self._record is None:
             raise ValueError(
-                f"a mapped file has no records, because it stores its fields"
+                f"this mapped table has no records, because it stores its fields"
                 f" {', '.join(self.fields)} one after the other. Choose one field, or open the file"
                 " without memory='mapped'."
             )
@@ -636,7 +644,7 @@ class HostTable:
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def recording_changes(self, index: Tensor) -> AbstractContextManager[None]:
-        """Records rows as changed in the `with` block, after track_changes(). Clamps bad ids."""
+        """A context that records rows as changed after track_changes(), and clamps bad ids."""
         if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
@@ -644,7 +652,7 @@ class HostTable:
 
     @property
     def can_track_changes(self) -> bool:
-        """Whether rows can be written, and only by this process."""
+        """Whether rows can be written, and no other process shares their memory."""
         return self.writable and self.memory != "shared"
 
     @property
@@ -657,13 +665,14 @@ class HostTable:
     def track_changes(self) -> int:
         """Starts to record which rows are written, and returns a number for changed().
 
-        Each call starts a new period. Earlier numbers remain valid. Each device that writes rows
-        allocates 4 bytes for every row of the table.
+        Each call starts a new period. Earlier numbers remain valid. On each device with ids of
+        written rows, the record uses 4 bytes for every row of the table.
 
         Raises:
             ValueError: The table cannot be written, or other processes share it: this process does
                 not see their writes.
-            RuntimeError: A CUDA graph was captured before the first call: replays record nothing.
+            RuntimeError: A CUDA graph of steps on the rows exists at the first call. Its replays
+                would record nothing.
 
         Example:
             >>> table = HostTable(5, 1, memory="plain")
@@ -700,10 +709,10 @@ class HostTable:
         """Returns ascending ids of rows written since track_changes(), int64 `[n]` on the CPU.
 
         Trained rows count after the end of their step, even while newer copies are on the GPU. A
-        row counts even if its new values equal the old values. After a write in place, such as
-        `table["weight"][3] = 0`, all rows count, because the write does not name its rows. Writes
-        that do not change a tensor's `_version` are not seen: through `numpy()`, `.data` or
-        `data_ptr()`, or by torch's fused optimizers. Write such rows with scatter().
+        row counts even if its new values equal the old values. After load(), an initialization or a
+        write in place, such as `table["weight"][3] = 0`, all rows count. Writes that do not change
+        a tensor's `_version` are not seen: through `numpy()`, `.data` or `data_ptr()`, or by
+        torch's fused optimizers. Write such rows with scatter().
 
         Args:
             since: A number that track_changes() returned.
@@ -817,9 +826,9 @@ class HostTable:
     ) -> _Self:
         """Runs a function such as torch.nn.init's on `rows` of a field. See HostTable for the rest.
 
-        `function(tensor, *args, **kwargs)` must change the tensor in place and do nothing else. A
-        call on a stand-in with the shape of the rows records the function's operations. Elementwise
-        operations then run on parts of the rows. Functions that need the whole tensor
+        `function(tensor, *args, **kwargs)` must change the tensor in place and do nothing else. For
+        most functions, a call on a stand-in with the shape of the rows records the operations.
+        Elementwise operations then run on parts of the rows. Functions that need the whole tensor
         (`orthogonal_`, `eye_`, `dirac_`, `sparse_`) are called again, on a copy of the rows. With
         `share` the rows get the values that they would have in a larger table.
 
@@ -850,7 +859,7 @@ class HostTable:
         A tensor of the field's dtype is copied bitwise. See HostTable for `progress`.
 
         Raises:
-            TypeError: `value` is neither a number nor a row of numbers.
+            TypeError: `value` is neither a number nor a row of numbers that torch can store.
             ValueError: The row has another shape. Its dtype cannot be cast (complex to real,
                 floating to integer). A number is beyond the range of the field's dtype.
 
@@ -868,10 +877,11 @@ class HostTable:
     def begin_state(self, field: str, row: Tensor) -> None:
         """Initializes an optimizer state in all rows with `row` `[*shape]` on the CPU.
 
-        In shared memory only the first process writes the rows.
+        In shared memory only the first such call of all processes writes the rows, unless they
+        were loaded before.
 
         Raises:
-            RuntimeError: Another process has initialized the state with another value.
+            RuntimeError: The shared state was initialized with another value before.
             KeyError: The table has no such field.
 
         Example:
@@ -884,13 +894,13 @@ class HostTable:
         placement, number = self._open_placement(), self._number_of(field)
         if not placement.begin(number, value, lambda: self.fill_(row, field)):
             raise RuntimeError(
-                f"another process has initialized the state {field!r} of this shared table with"
-                " another value. Make the same optimizer in all processes before attach(), or share"
-                " a new table."
+                f"the state {field!r} of this shared table was initialized with another value"
+                " before, possibly in another process. Make the same optimizer in all processes"
+                " before attach(), or share a new table."
             )
 
     def mark_loaded(self, *fields: str) -> None:
-        """Marks fields as loaded, so that begin_state() of another process does not replace them.
+        """Marks fields in shared memory as loaded, so that begin_state() does not replace them.
 
         Example:
             >>> HostTable(2, 1, memory="plain").mark_loaded("weight")
@@ -921,7 +931,8 @@ class HostTable:
             TypeError: `rows` is not a slice of integers.
             ValueError: The path has another ending. The format cannot store a dtype or a field's
                 name. The path is the table's own mapped file, a named pipe, a device, or a symbolic
-                link among several .npy files. `rows` has another step or its ends are not allowed.
+                link among several .npy files. Other .npy files beside it would be loaded as fields.
+                `rows` has another step or its ends are not allowed.
             PermissionError: The file is read-only.
             OSError: The disk is full, or another file operation failed.
 
@@ -961,7 +972,8 @@ class HostTable:
             ValueError: The file is broken. The names, shapes or dtypes of its fields differ from
                 the table's. `rows` or `stored` is not a slice that save() accepts, or their lengths
                 differ. No row has changed.
-            OSError: A file cannot be opened (no row has changed) or read (the message says so).
+            OSError: A file cannot be opened, and no row has changed. Or a read failed, and the
+                message states that the table has both old and new rows.
 
         Example:
             >>> import tempfile
@@ -1016,11 +1028,11 @@ class HostTable:
         dataset of a DataLoader, or with torch.distributed.broadcast_object_list. The memory exists
         as long as the handle, or any process, refers to it.
 
-        If a module made the table, attach its optimizer before you call share(). The optimizer adds
-        its state to an unshared table. For a shared table, each process has its own state.
+        If a module made the table, attach its optimizer before you call share(). The state is then
+        added to the table. State that a shared table lacks is stored per process instead.
 
-        Several processes may write at once if they write different rows. Otherwise one process
-        writes within writing(), and the others read with read_consistently().
+        Several processes may write at once if they write different rows. Otherwise write within
+        writing(), which only one process at a time enters, and read with read_consistently().
 
         Raises:
             ValueError: The table was not made with memory="shared", or is closed.
@@ -1036,7 +1048,7 @@ class HostTable:
 
     @property
     def version(self) -> int:
-        """Twice the number of finished writing() blocks. Odd while a process is within writing().
+        """Twice the number of finished writing() blocks, plus 1 while a block is unfinished.
 
         Raises:
             ValueError: The table was not made with memory="shared", or is closed.
@@ -1056,8 +1068,8 @@ class HostTable:
 
         Rows may be written in any way: with scatter(), a view or an optimizer step. At the end the
         context writes a step's rows back and waits for the GPU. Readers in read_consistently() see
-        all of these writes or none. Readers and other writers wait for the block, so keep it short.
-        If the block raises, the writes made before the exception remain.
+        all of these writes or none. These readers and other writers wait for the block, so keep it
+        short. If the block raises, readers see the writes made before the exception.
 
         Raises:
             ValueError: The table was not made with memory="shared", or is closed.
@@ -1073,8 +1085,8 @@ class HostTable:
     def read_consistently(self, read: Callable[[], _Result], *, timeout_s: float = 10.0) -> _Result:
         """Calls `read()` until no process was within writing() during the call; returns its result.
 
-        This is a sequence lock: readers take no lock and do not delay the writer. A thread that is
-        itself within writing() reads at once.
+        This is a sequence lock: readers hold no lock during `read()` and do not delay the writer. A
+        thread that is itself within writing() reads at once.
 
         Args:
             read: Reads rows, for example with gather() or a lookup without gradients, and returns
@@ -1083,8 +1095,10 @@ class HostTable:
 
         Raises:
             ValueError: The table was not made with memory="shared", or is closed.
-            TimeoutError: Every call within `timeout_s` overlapped with a writer.
-            RuntimeError: A process ended within writing(). Rows may be of two versions.
+            TimeoutError: For `timeout_s` seconds, each call overlapped with a writer, or a process
+                was within writing().
+            RuntimeError: A process ended within writing(), or could not write its rows back at the
+                end. Rows may be of two versions.
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -1132,12 +1146,13 @@ class HostTable:
         """Calls flush(), and frees the memory once no view of it is left.
 
         A captured CUDA graph of single ops on the rows does not keep the memory: do not replay the
-        graph. The file of memory="file" remains. A second close() does nothing. Any other use
-        raises ValueError, even by a module that trains the rows.
+        graph. The file of memory="file" remains. A second close() does nothing. Any other use of
+        the rows raises ValueError, even by a module that trains them.
 
         Raises:
-            IndexError, OSError: See flush(). The table is closed all the same, unless resident rows
-                could not be written.
+            IndexError, OSError: See flush(). The table is closed all the same, unless newer copies
+                of rows could not be written back.
+            ValueError: The file of memory="file" was shortened. The table is closed all the same.
             RuntimeError: A CUDA graph of whole steps on its rows still exists.
 
         Example:

@@ -24,9 +24,9 @@ class LazyInit(NamedTuple):
     """Called one after another as function(tensor), in place."""
     seed: int
     zero: int | None
-    """Id of a row that is set to zero after the draw, or None."""
+    """Number of a row that is set to zero after the draw, or None."""
     rows: slice = slice(None)
-    """The rows to draw, with the values of a separate table of these rows."""
+    """The rows to draw. Without `share`, they get the values of a table of only these rows."""
     share: Share | None = None
     """Places of these rows in a larger table, if they get the values of that table."""
 

@@ -39,7 +39,7 @@ class LazyTable:
     def __init__(self, name: str, table: HostTable | NewTable) -> None:
         self.name = name
         self._beside: HostTable | None = None
-        """Extra table with the state, if the table is not owned or a larger copy did not fit."""
+        """Extra table with state, if the table is not owned, is shared, or a copy did not fit."""
         self._table: HostTable | None = None
         self._owned = isinstance(table, NewTable)
         if isinstance(table, HostTable):
@@ -52,7 +52,7 @@ class LazyTable:
         self.whole_rows = self.rows if self.shard_spec is None else self.shard_spec.rows
         self.claim = Claim(self._table)
         self.version = 0
-        """Increases whenever the memory of a field changes."""
+        """Increases whenever a field is moved to other memory or a field is added."""
 
     @property
     def host_table(self) -> HostTable:
@@ -66,7 +66,7 @@ class LazyTable:
 
     @property
     def is_common(self) -> bool:
-        """Whether a forked child shares the memory instead of copying it."""
+        """Whether a forked child's writes to the memory change this process's rows too."""
         return self._table is not None and self._table.memory in ("shared", "file")
 
     def table_of(self, name: str, *, anew: bool = False) -> HostTable:
@@ -172,16 +172,17 @@ class LazyTable:
             raise NotImplementedError(
                 f"{self.name}: resize() cannot replace a table that was passed to the module, or"
                 f" is in a file or in shared memory (memory={before.memory!r}). Call"
-                " table.save(path), make a larger table, call larger.load(path, rows=slice(n)), and"
-                " make the module again with the larger table."
+                " table.save(path), make a larger table with the same fields, call"
+                " larger.load(path, rows=slice(n)) for n saved rows, and make the module again with"
+                " the larger table. Optimizer state outside the table starts anew."
             )
         tables = [before] if self._beside is None else [before, self._beside]
         table_by_field = {name: table for table in tables for name in table.fields}
         if before.was_read and (unused := table_by_field.keys() - {"weight", *state}):
             raise RuntimeError(
                 f"{self.name}: the file of its table had the state {', '.join(sorted(unused))}, and"
-                " the initial state of new rows depends on the optimizer. Call attach() before"
-                " resize()."
+                " the initial state of new rows depends on the optimizer. Before resize(), call"
+                " attach() with an optimizer that has this state."
             )
         fields = {name: table.fields[name] for name, table in table_by_field.items()}
         made = self.new.make(fields, count, before)

@@ -22,7 +22,7 @@ _waiting: weakref.WeakSet[NewTable] = weakref.WeakSet()
 
 
 def waiting_bytes() -> int:
-    """Returns the bytes of host memory that shards of tables will allocate."""
+    """Returns the bytes of host memory that the weights of waiting shards will allocate."""
     return sum(new.bytes_of(new.rows) for new in _waiting if new.shard_spec is not None)
 
 
@@ -51,8 +51,9 @@ class NewTable:
     def wait(self) -> None:
         """Registers this table as waiting for its allocation.
 
-        Raises MemoryError if all waiting tables need more than the available host memory, except
-        with torch.distributed: a rank may keep only a shard.
+        Raises MemoryError if the weights of all waiting tables need more than the available host
+        memory. Nothing is checked with SPEEDTORCH_MEMORY_CHECK=0. The same applies to
+        torch.distributed, where a rank may keep only a shard.
         """
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         needed, waiting = self.bytes_of(self.rows), list(_waiting)
@@ -82,7 +83,7 @@ class NewTable:
         """Suggests how to use less memory for a table of these fields."""
         ways = ["speedtorch.shard splits rows among ranks", "HostTable(memory='file') uses a file"]
         if self.dtype.itemsize > 2:
-            ways.insert(0, "stored=torch.bfloat16 halves the rows")
+            ways.insert(0, "stored=torch.bfloat16 stores 2 bytes per number")
         if fields.keys() - {"weight"}:
             ways.insert(0, "speedtorch.optim.RowWiseAdagrad keeps one number of state per row")
         return f"To use less memory: {', '.join(ways)}."

@@ -23,15 +23,16 @@ __all__ = ["ReadOnlyRows", "in_own_storage"]
 class ReadOnlyRows(Tensor):
     """Rows in memory that this process may only read: the system ends a process that writes there.
 
-    An operation that writes to the rows, or to a view of them, raises ValueError before the write.
-    All other operations work, also operations of other libraries. Results in new memory are plain
-    tensors. copy.deepcopy and pickle make plain tensors with only the elements of the view.
+    A torch operation that writes to the rows, or to a view of them, raises ValueError before the
+    write. `apply_`, `map_`, `share_memory_` and DLPack export raise too. Other torch operations
+    work. Results in new memory are plain tensors. copy.deepcopy and pickle make plain tensors with
+    only the elements of the view.
 
     Writes through `untyped_storage()`, the `data` of another tensor or torch.from_numpy are not
     checked and end the process.
 
     Attributes:
-        rows: The same rows as a plain tensor. Writes to it are not checked.
+        rows: The same rows as a plain tensor. A write to it ends the process.
     """
 
     rows: Tensor
@@ -83,7 +84,7 @@ class ReadOnlyRows(Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def apply_(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError, because torch calls no operation that could be checked."""
+        """Raises ValueError, because torch dispatches no operation that could be checked."""
         raise ValueError(f"the tensor {self.remedy}")
 
     map_ = map2_ = share_memory_ = apply_

@@ -82,8 +82,8 @@ def lay_out(fields: Fields) -> Record:
             raise TypeError(f"fields: names must be strings, got {name!r}")
         if not name or not name.isprintable() or set(name) & set("/\\") or name == "__metadata__":
             raise ValueError(
-                f"fields: {name!r} is not a valid name. A name must have printable characters other"
-                " than / and \\, and must not be '__metadata__'."
+                f"fields: {name!r} is not a valid name. A name must consist of printable characters"
+                " other than / and \\, and must not be '__metadata__'."
             )
         check_dtype(f"field {name!r}", dtype)
         placed[name] = (shape, dtype)

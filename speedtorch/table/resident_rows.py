@@ -44,8 +44,8 @@ class ResidentReport(NamedTuple):
     nbytes: int
     """Host memory of the slots, in bytes."""
     hit_rate: float
-    """The share of rows that steps loaded or wrote back and that were resident, 0 to 1. NaN before
-    the first step."""
+    """Of the rows that steps loaded or wrote back, the fraction that was resident. NaN before the
+    first step."""
     reads: int
     """Records read from the file."""
     writes: int
@@ -132,7 +132,8 @@ class ResidentRows:
 
         Also yields positions; see resident_slots(). The ids keep their slots until the end of the
         `with` block, whose body may write the records of the first `changing` ids. Raises OSError
-        if the file cannot be read or written; no change is lost.
+        if the file cannot be read or written, or other blocks keep too many slots. No change is
+        lost then.
         """
         self._drop_inherited()
         self._exchanges += 1
@@ -154,7 +155,7 @@ class ResidentRows:
     def write(self, ids: Tensor) -> None:
         """Writes the changed records among these ids `[n]` to the file. Raises like slots().
 
-        The caller has waited for the GPU.
+        The caller must have waited for the GPU.
         """
         if self.is_open:
             self._drop_inherited()
@@ -163,7 +164,7 @@ class ResidentRows:
     def write_back(self) -> None:
         """Writes all changed records to the file. Raises like slots().
 
-        Empties the slots, because the caller may change the file, except in reading_only().
+        Empties the slots, because the caller may change the file, except in reading_only(True).
         """
         if self.is_open:
             self._drop_inherited()
@@ -187,7 +188,7 @@ class ResidentRows:
         )
 
     def _warn_if_few(self) -> None:
-        """Warns once if most rows of the last exchanges had to be read."""
+        """Warns once if all slots are in use, but most rows of the last exchanges had none."""
         rows, hits, misses, _, _, wait_ns, _ = resident_counts(self._handle).tolist()
         before, self._counts_before = self._counts_before, (hits, misses, wait_ns)
         hits, misses, wait_ns = (

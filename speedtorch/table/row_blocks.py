@@ -1,7 +1,8 @@
 """Initializes rows of a table in parallel. The values do not depend on the number of threads.
 
 Rows are split into fixed blocks. Each block has its own generator, seeded from the seed and the
-block's number. Within a block, torch processes small chunks, each in one thread.
+block's number. Within a block, torch processes small chunks, each in one thread. A function that
+needs the whole tensor is an exception: one call of the function processes a copy of all rows.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def _in_parallel(
     progress: bool | None,
     share: Share | None = None,
 ) -> None:
-    """Calls work(rows, block number) for every block, in `torch.get_num_threads()` threads.
+    """Calls work(rows, block number) for every block, in at most torch.get_num_threads() threads.
 
     If no thread can start, such as in an atexit hook, the calling thread does all the work.
     """
@@ -341,7 +342,9 @@ def _of_numbers(value: Any) -> Tensor:
         with suppress(RuntimeError, TypeError, ValueError):  # for dtypes unknown to NumPy
             return torch.as_tensor(value, device="cpu")
         error = ValueError if isinstance(value, int) else TypeError
-        raise error(f"fill_: expected a number or a row of numbers, got {value!r}") from None
+        raise error(
+            f"fill_: expected a number or a row of numbers that torch can store, got {value!r}"
+        ) from None
 
 
 def _fits(given: Tensor, row: Tensor) -> bool:

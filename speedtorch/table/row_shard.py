@@ -59,11 +59,12 @@ class RowShard(Tensor):
             field = given.field.new_empty(given.field.shape, **(kwargs or {}))
             return RowShard(len(given), field, given.blocks)
         raise NotImplementedError(
-            f"{func}: this tensor has no rows of other ranks. emb.table has this rank's rows."
+            f"{func}: this tensor has no rows of other ranks. The module's `table` has the rows of"
+            " this rank."
         )
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError(f"torch.save would write only the rows of one rank. {_REMEDY}")
+        raise TypeError(f"pickle, and so torch.save, would save one rank's rows only. {_REMEDY}")
 
     # safetensors and accelerate compare storages, and ignore a tensor whose untyped_storage()
     # raises. data_ptr() must return 0 for torch's async_save, so safetensors would write no values.

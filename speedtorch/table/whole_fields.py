@@ -26,7 +26,7 @@ _BLOCK_BYTES = 64 << 20  # bytes of rows that are converted together on the copy
 class WholeFields:
     """The fields of a table, each with all rows in the order of the ids.
 
-    The caller writes rows of a step back to the table before it calls any method.
+    The caller must write rows of a step back to the table before it calls any method.
     """
 
     def __init__(self, table: LazyTable) -> None:
@@ -43,7 +43,10 @@ class WholeFields:
         self._table.table_of(name).begin_state(name, row)
 
     def check_loadable(self, row: Tensor, value: Tensor) -> None:
-        """Raises if load() of all rows would. `row` is one row of the field. Changes nothing."""
+        """Raises if load() cannot copy a value of this dtype and row shape, or of another shard.
+
+        Changes nothing, and does not check the number of rows. `row` is one row of the field.
+        """
         shard_spec = self._table.shard_spec
         if shard_spec is not None and isinstance(value, RowShard):
             self._check_share(value, shard_spec.within(slice(None)))
@@ -53,7 +56,8 @@ class WholeFields:
     def load(self, name: str, value: Tensor, first: int = 0) -> None:
         """Copies `value` `[n, ...]`, on any device, to the rows of a field from row `first` on.
 
-        Makes no second full copy of the rows. Torch converts their dtype to the field's.
+        Makes no second full copy of the rows. Torch converts their dtype to the field's. For a
+        sharded table, `value` has rows of all ranks, of which this rank's rows are copied.
         """
         are_all = len(value) == self._table.whole_rows
         table = self._table.table_of(name, anew=are_all)
@@ -108,8 +112,9 @@ class WholeFields:
     def saved(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Returns rows of a field for other libraries to save: contiguous, with their own storage.
 
-        A field that is alone in its table needs no copy. Rows on a GPU, and rows larger than half
-        of the free host memory, are returned as a strided view for torch.save.
+        A field that is alone in its table needs no copy. Other fields on a GPU, or larger than half
+        of the available host memory, are returned as a strided view for torch.save. A sharded field
+        is returned as RowShard, and a field of a mapped file as ReadOnlyRows.
         """
         if name in self._full:
             return in_own_storage(self._full[name][rows])
@@ -138,9 +143,9 @@ def state_dict_views() -> Iterator[None]:
 
 
 def reading_state() -> AbstractContextManager[None]:
-    """A context in which a state dict writes rows back before saved().
+    """A context for a state dict, which writes rows back and then calls saved().
 
-    In state_dict_views() the caller only reads, and resident rows of a file keep their slots.
+    Within state_dict_views() the caller only reads, so resident rows of a file keep their slots.
     """
     return reading_only(_returns_views.get())
 

@@ -123,6 +123,6 @@ def test_a_refusal_of_the_system_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
         raise PermissionError(1, "not here")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    with pytest.warns(UserWarning, match=r"in memory far from its GPU: .*not here") as caught:
+    with pytest.warns(UserWarning, match=r"may be far from the current GPU: .*not here") as caught:
         ran_on("registered", "host_register")
     assert caught[0].filename == __file__

@@ -92,7 +92,7 @@ BAD: list[tuple[Callable[[Any], object], Any, type[Exception], str]] = [
     ),
     (of_state, "exp_avg", TypeError, r"got one string. Write \('exp_avg',\)"),
     *(
-        (of_name, name, ValueError, "is not a valid name. A name must have printable char")
+        (of_name, name, ValueError, "is not a valid name. A name must consist of printable char")
         for name in ("", "a/b", "a\\b", "a\n", "a\0", "__metadata__")
     ),
     (of_name, 3, TypeError, "names must be strings, got 3"),

@@ -551,7 +551,7 @@ def test_only_an_open_table_with_slots_has_a_report(close: bool, tmp_path: Path)
     table = made(tmp_path, 3 if close else None)
     if close:
         table.close()
-    with pytest.raises(ValueError, match="is closed" if close else "only a table with memory='fi"):
+    with pytest.raises(ValueError, match="is closed" if close else "only a nonempty table"):
         table.report()
 
 
