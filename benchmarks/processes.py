@@ -34,6 +34,7 @@ STEMS = (
     "training_state",
     "state_swapper",
     "checkpoints",
+    "file_tables",
     "transformer",
     "sharded_transformer",
     "overlap",

@@ -83,6 +83,14 @@ class Sizes:
     """Of a table that is saved: 4 GB with its state."""
     saves = _of(3, 3, 2)
     noted_loops = _of(12, 8, 2)
+    file_rows = _of(4_000_000, 1_000_000, 4_000)
+    """Of a table in a file: 6 GB with its state."""
+    file_ids = _of(131_072, 131_072, 256)
+    """Of a cold read; a step has half of them."""
+    file_steps = _of(20, 20, 3)
+    file_loops = _of(6, 3, 1)
+    file_seconds = _of(2.0, 1.0, 0.05)
+    """Of measurements of a disk."""
 
 
 SIZES = Sizes()

@@ -280,6 +280,16 @@ def _checkpoints(result: Result) -> Iterator[Target]:
         yield _at_most(work, figure["median_ms"] / alone, 1.1)
 
 
+def _file_tables(result: Result) -> Iterator[Target]:
+    file, memory = "a file, all rows resident", "host memory"
+    ratio = _ratio(result, "all rows resident", file, memory, key="way")
+    yield _at_most("a file table, all rows resident, time / host memory", ratio, 1.15)
+    limits = {"cold reads": 0.9, "20% of the rows resident": 1 / 1.2, "checkpoint": 0.8}
+    for section, limit in limits.items():
+        work = f"a file table, {section}, of the disk: {{}}"
+        yield from _shares(result, work, limit, section, kind="ours")
+
+
 def _sharded_transformer(result: Result) -> Iterator[Target]:
     """Of the speed of FSDP2 with all on the GPUs."""
     of = {(each["section"], each["name"]): each["median_ms"] for each in result["figures"]}
@@ -316,6 +326,7 @@ _TARGETS: dict[str, Callable[[Result], Iterator[Target]]] = {
     "training_state": _training_state,
     "state_swapper": _state_swapper,
     "checkpoints": _checkpoints,
+    "file_tables": _file_tables,
 }
 
 

@@ -20,17 +20,13 @@
 namespace speedtorch {
 namespace {
 
-constexpr int64_t kMaxThreads = 32;
-// The number of file calls that are worth a thread.
-constexpr int64_t kCallsPerThread = 16;
-// The maximum number of consecutive records in one call; less than IOV_MAX.
+// The maximum number of consecutive records that one call writes; less than IOV_MAX.
 constexpr int64_t kRecordsPerCall = 256;
-// The maximum number of records that the calling thread reads from the page cache: threads would
-// take longer to start.
-constexpr size_t kReadsWithoutThreads = 512;
-// read_ahead() reads pages, as the page cache does, and neighbouring pages in one call.
-constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kPagesPerCall = 32;
+// The number of records that a thread begins to read before it waits for one. A disk is fastest
+// with many requests, which need no more threads.
+constexpr size_t kReadsAtOnce = 512;
+// The maximum number of slots that read_ahead() looks at for a row that find() may evict.
+constexpr int64_t kLooksPerVictim = 16;
 // The number of rows between a prefetch instruction and the use of what it loads.
 constexpr int64_t kAhead = 16;
 // A loop that prefetches reads two batches ahead, or three.
@@ -61,32 +57,6 @@ class BlockedSignals {
   sigset_t before_;
 };
 
-// Calls use(i) for i in [0, count) on several threads until a call returns an errno. Returns the
-// first such failure, where `row_of(i)` names the row.
-template <typename Use, typename RowOf>
-FileFailure in_threads(int64_t count, const Use& use, const RowOf& row_of) {
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> has_failed{false};
-  FileFailure failure;
-  const auto work = [&]() noexcept {
-    for (int64_t i; !has_failed && (i = next.fetch_add(1)) < count;) {
-      const int error = use(i);
-      if (error != 0 && !has_failed.exchange(true)) failure = {error, row_of(i)};
-    }
-  };
-  std::vector<std::thread> threads;
-  const int64_t wanted = std::min(kMaxThreads, count / kCallsPerThread);
-  try {
-    const BlockedSignals blocked;
-    threads.reserve(static_cast<size_t>(wanted));
-    while (static_cast<int64_t>(threads.size()) < wanted) threads.emplace_back(work);
-  } catch (const std::exception&) {  // no memory or too many threads: the others do the work
-  }
-  work();
-  for (std::thread& thread : threads) thread.join();
-  return failure;
-}
-
 // Transfers all bytes of `parts` from `offset` on by preadv or pwritev; returns an errno or 0.
 template <typename Call>
 int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t offset) {
@@ -110,17 +80,22 @@ int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t of
 }  // namespace
 
 ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
-    : file_(std::make_shared<File>(file)),
+    : file_(std::make_shared<File>(file, record_bytes)),
       memory_(memory),
       record_bytes_(record_bytes),
       slots_(static_cast<size_t>(slot_count)),
       table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {}
 
-ResidentRows::File::File(int file) : descriptor(fcntl(file, F_DUPFD_CLOEXEC, 0)) {
+ResidentRows::File::File(int file, int64_t record_bytes)
+    : descriptor(fcntl(file, F_DUPFD_CLOEXEC, 0)), record_bytes(record_bytes) {
   if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "resident rows");
 }
 
 ResidentRows::File::~File() { close(descriptor); }
+
+void ResidentRows::File::begin_to_read(int64_t row) const {
+  posix_fadvise(descriptor, row * record_bytes, record_bytes, POSIX_FADV_WILLNEED);
+}
 
 // The place of a row in the hash table, or of the empty place where it would be.
 size_t ResidentRows::place_of(int64_t row) const {
@@ -170,6 +145,19 @@ int64_t ResidentRows::next_victim() {
     --found.chances;
   }
   return kNone;
+}
+
+void ResidentRows::add_likely_victims(int64_t count, std::vector<int64_t>& rows) {
+  // The hand moves before the next call, to where the last call began.
+  const int64_t slots = slot_count(), passed = (hand_ - hand_ahead_ + slots) % slots;
+  if (passed < slots / 2) hand_ahead_ = hand_;
+  for (int64_t looks = std::min(slots, kLooksPerVictim * count); looks > 0 && count > 0; --looks) {
+    const Slot& found = slots_[static_cast<size_t>(hand_ahead_)];
+    hand_ahead_ = (hand_ahead_ + 1) % slots;
+    if (found.row != kNone && (found.chances > 0 || found.leases > 0)) continue;
+    if (found.row != kNone && found.is_changed) rows.push_back(found.row);
+    --count;
+  }
 }
 
 FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
@@ -246,41 +234,17 @@ void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
   std::ranges::sort(missing);
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   if (missing.empty()) return;
-  struct Pages {
-    int64_t begin, end;
-  };
-  std::vector<Pages> parts;
-  for (const int64_t row : missing) {
-    const int64_t begin = row * record_bytes_ / kPageBytes;
-    const int64_t end = ((row + 1) * record_bytes_ + kPageBytes - 1) / kPageBytes;
-    if (!parts.empty() && begin <= parts.back().end && end - parts.back().begin <= kPagesPerCall) {
-      parts.back().end = end;
-    } else {
-      parts.push_back({begin, end});
-    }
-  }
-  auto work = [file = file_, parts = std::move(parts)] {
-    const auto read = [&](int64_t i) {
-      char buffer[kPagesPerCall * kPageBytes];
-      const Pages& part = parts[static_cast<size_t>(i)];
-      for (int64_t page = part.begin; page < part.end; page += kPagesPerCall) {
-        const int64_t pages = std::min(kPagesPerCall, part.end - page);
-        // A failed read is repeated by find(), which reports the error.
-        if (pread(file->descriptor, buffer, static_cast<size_t>(pages * kPageBytes),
-                  page * kPageBytes) <= 0) {
-          break;
-        }
-      }
-      return 0;
-    };
-    in_threads(static_cast<int64_t>(parts.size()), read, [](int64_t i) { return i; });
+  const auto misses = static_cast<int64_t>(missing.size());
+  add_likely_victims(misses, missing);
+  auto work = [file = file_, rows = std::move(missing)] {
+    for (const int64_t row : rows) file->begin_to_read(row);
     --file->readers_ahead;
   };
   ++file_->readers_ahead;
   try {
     const BlockedSignals blocked;
     std::thread(std::move(work)).detach();
-    counts_.ahead += static_cast<int64_t>(missing.size());
+    counts_.ahead += misses;
   } catch (const std::exception&) {  // no memory, or too many threads
     --file_->readers_ahead;
   }
@@ -327,26 +291,20 @@ void ResidentRows::forget() {
   }
 }
 
-// A few records in the page cache are read on this thread, without starting others.
+// Reads records of the file into slots.
 FileFailure ResidentRows::read_records(const std::vector<int64_t>& rows,
                                        const std::vector<int64_t>& slots) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto read = [&](size_t k, const auto& call) {
+  FileFailure failure;
+  size_t begun = 0;
+  for (size_t k = 0; k < rows.size() && failure.error == 0; ++k) {
+    for (; begun < std::min(rows.size(), k + kReadsAtOnce); ++begun) {
+      file_->begin_to_read(rows[begun]);
+    }
     iovec part{record(slots[k]), static_cast<size_t>(record_bytes_)};
-    return transfer(call, file_->descriptor, &part, 1, rows[k] * record_bytes_);
-  };
-  const auto without_wait = [](int file, iovec* parts, int count, off_t offset) {
-    return preadv2(file, parts, count, offset, RWF_NOWAIT);
-  };
-  std::vector<size_t> left;
-  for (size_t k = 0; k < rows.size(); ++k) {
-    // An error means: not there, or not supported. Then preadv reads the record.
-    if (k >= kReadsWithoutThreads || read(k, without_wait) != 0) left.push_back(k);
+    const int error = transfer(preadv, file_->descriptor, &part, 1, rows[k] * record_bytes_);
+    if (error != 0) failure = {error, rows[k]};
   }
-  const FileFailure failure = in_threads(
-      static_cast<int64_t>(left.size()),
-      [&](int64_t i) { return read(left[static_cast<size_t>(i)], preadv); },
-      [&](int64_t i) { return rows[left[static_cast<size_t>(i)]]; });
   if (failure.error == 0) counts_.reads += static_cast<int64_t>(rows.size());
   counts_.wait_ns += (std::chrono::steady_clock::now() - begin).count();
   return failure;
@@ -366,25 +324,32 @@ FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
     if (!continues) runs.push_back(k);
   }
   runs.push_back(slots.size());
-  const FileFailure failure = in_threads(
-      static_cast<int64_t>(runs.size()) - 1,
-      [&](int64_t i) {
-        const size_t first = runs[static_cast<size_t>(i)], end = runs[static_cast<size_t>(i) + 1];
-        iovec parts[kRecordsPerCall];
-        for (size_t k = first; k < end; ++k) {
-          parts[k - first] = {record(slots[k]), static_cast<size_t>(record_bytes_)};
-        }
-        const int error =
-            transfer(pwritev, file_->descriptor, parts, static_cast<int64_t>(end - first),
-                     row_of(first) * record_bytes_);
-        if (error != 0) return error;
-        for (size_t k = first; k < end; ++k) {
-          Slot& slot = slots_[static_cast<size_t>(slots[k])];
-          slot.is_changed = slot.leases > 0;  // the caller of find() may not have written it yet
-        }
-        return 0;
-      },
-      [&](int64_t i) { return row_of(runs[static_cast<size_t>(i)]); });
+  FileFailure failure;
+  const size_t count = runs.size() - 1;
+  size_t begun = 0;
+  for (size_t i = 0; i < count; ++i) {
+    // A write of part of a page waits for the page, and file systems such as ext4 let one thread at
+    // a time write to a file.
+    for (; begun < std::min(count, i + kReadsAtOnce); ++begun) {
+      file_->begin_to_read(row_of(runs[begun]));
+      file_->begin_to_read(row_of(runs[begun + 1] - 1));
+    }
+    const size_t first = runs[i], end = runs[i + 1];
+    iovec parts[kRecordsPerCall];
+    for (size_t k = first; k < end; ++k) {
+      parts[k - first] = {record(slots[k]), static_cast<size_t>(record_bytes_)};
+    }
+    const int error = transfer(pwritev, file_->descriptor, parts, static_cast<int64_t>(end - first),
+                               row_of(first) * record_bytes_);
+    if (error != 0) {
+      failure = {error, row_of(first)};
+      break;
+    }
+    for (size_t k = first; k < end; ++k) {
+      Slot& slot = slots_[static_cast<size_t>(slots[k])];
+      slot.is_changed = slot.leases > 0;  // the caller of find() may not have written it yet
+    }
+  }
   if (failure.error == 0) counts_.writes += static_cast<int64_t>(slots.size());
   counts_.wait_ns += (std::chrono::steady_clock::now() - begin).count();
   return failure;

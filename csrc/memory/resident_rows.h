@@ -1,9 +1,8 @@
 // The most used records of a file, in slots of host memory. A slot has one record: the bytes of a
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
-// Threads read and write records of one call at the same time, because a disk is fastest with many
-// requests. The caller waits for the GPU before each call, because a call may read and overwrite
-// slots. Between calls only threads of read_ahead() exist, which access no slot.
+// The caller waits for the GPU before each call, because a call may read and overwrite slots.
+// Between calls only threads of read_ahead() exist, which access no slot.
 //
 // Between find() and release() the caller reads and writes records in the slots that were found.
 // Other calls meanwhile, such as from garbage collection or another thread, do not empty these
@@ -50,7 +49,8 @@ class ResidentRows {
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
                    int64_t* slots);
   // Begins to read the records of rows that have no slot into the page cache, where find() reads
-  // them without a wait. Ignores errors and invalid rows. Does nothing while 3 calls still read.
+  // them without a wait. Also reads the pages to which find() will probably write evicted records.
+  // Ignores errors and invalid rows. Does nothing while 3 calls still read.
   void read_ahead(const int64_t* rows, int64_t count);
   // Ends a lease. Does nothing if there is none.
   void release(int64_t lease);
@@ -73,13 +73,16 @@ class ResidentRows {
     uint8_t chances = 0;  // rounds of the hand that the row survives without a use
     bool is_changed = false;
   };
-  struct File {               // closed by its last user, which may be a thread of read_ahead()
-    explicit File(int file);  // duplicates a descriptor
+  struct File {  // closed by its last user, which may be a thread of read_ahead()
+    File(int file, int64_t record_bytes);  // duplicates a descriptor
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
+    void begin_to_read(int64_t row) const;  // into the page cache
+
     const int descriptor;
+    const int64_t record_bytes;
     std::atomic<int> readers_ahead{0};
   };
   static constexpr int64_t kNone = -1;
@@ -90,6 +93,8 @@ class ResidentRows {
   void insert(int64_t row, int64_t slot);
   void erase(int64_t row);
   int64_t next_victim();  // or kNone
+  // Adds rows that find() will probably evict for `count` misses, and whose records are changed.
+  void add_likely_victims(int64_t count, std::vector<int64_t>& rows);
   FileFailure read_records(const std::vector<int64_t>& rows, const std::vector<int64_t>& slots);
   FileFailure write_slots(std::vector<int64_t> slots);
 
@@ -103,6 +108,7 @@ class ResidentRows {
   std::unordered_map<int64_t, std::vector<int64_t>> leases_;
   int64_t resident_ = 0;
   int64_t hand_ = 0;
+  int64_t hand_ahead_ = 0;  // where add_likely_victims() goes on
   uint32_t call_ = 0;
   ResidentCounts counts_;
   std::mutex mutex_;

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
+import mmap
 import os
 import random
 import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -680,6 +683,40 @@ def test_records_are_read_ahead(opened: Callable[[int, int], tuple[int, Tensor, 
     for _ in range(50):  # some are skipped, because earlier ones still read
         resident_read_ahead(handle, torch.arange(6, 40_000))
     resident_close(handle)  # the threads continue
+
+
+def cached(path: Path, rows: Tensor) -> list[bool]:
+    """Whether records of 16 bytes are in the page cache."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        data = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-len(data) // mmap.PAGESIZE), np.uint8)
+        address, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(len(data))
+        assert ctypes.CDLL(None).mincore(address, size, ctypes.c_void_p(pages.ctypes.data)) == 0
+        del data
+        return [bool(pages[16 * row // mmap.PAGESIZE] & 1) for row in rows.tolist()]
+
+
+def test_pages_of_records_that_will_be_written_are_read_ahead(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    """A write of part of a page reads the page first, in ext4 one page at a time."""
+    handle, _, path = opened(100_000, 20)
+    changed = torch.arange(0, 20_000, 1000)
+    found_in(handle, changed, 20)
+    for _ in range(2):  # less used rows leave first
+        found_in(handle, changed[10:], 0)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if any(cached(path, changed)):
+        pytest.skip("the file system cannot drop pages")
+    for first in (50_000, 90_000):  # the next batch, and the batch after it
+        resident_read_ahead(handle, torch.arange(first, first + 5000, 1000))
+    end = time.monotonic() + 30
+    while not all(cached(path, changed[:10])):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not any(cached(path, changed[10:]))
 
 
 def test_a_file_that_was_cut_off_is_an_error(
