@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from offloaded_models import COMMON_OPTIMIZERS, assert_equal, reloaded
 from test_state_swapper import Training
 from torch import Tensor, nn, optim
 
+import speedtorch
 from speedtorch.layers import StateSwapper, state_swapper
 
 
@@ -187,6 +189,56 @@ def test_an_error_at_any_line_steps_a_parameter_once_or_not(
             assert any(all(map(torch.equal, now, state)) for state in known)
         training.optimizer.zero_grad()
         training.step(2)
+
+
+@pytest.mark.parametrize("feature", ["scaler", "two swappers", "sleep", "a new group", "saved"])
+def test_it_goes_with_other_features(feature: str, device: str, tmp_path: Path) -> None:
+    ours, theirs = (Stored(device, optim.Adam, limit, 4) for limit in (500, None))
+    for each in (ours, theirs):
+        rest = each.model[2:].parameters()
+        if feature in ("two swappers", "a new group"):
+            each.optimizer.param_groups[0]["params"] = [*each.model[:2].parameters()]
+        if feature == "a new group":
+            each.step(2).optimizer.add_param_group({"params": rest, "lr": 0.01})
+        if feature == "scaler":
+            scaler = speedtorch.GradScaler(device, init_scale=4.0)
+            for number in range(4):
+                each.gradients()
+                for param in each.model.parameters():
+                    if param.grad is not None:
+                        param.grad *= scaler.get_scale()
+                if number == 2:
+                    next(each.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+                scaler.scale(torch.zeros((), device=device))
+                scaler.step(each.optimizer)
+                scaler.update()
+                each.steps += 1
+                if each.swapper is None:
+                    for value in each.wide():
+                        value.copy_(value.bfloat16())
+        if feature == "two swappers":
+            other = optim.SGD(rest, momentum=0.9)
+            if each.swapper:
+                StateSwapper(other, budget=1, stored=torch.bfloat16, rounding="nearest")
+            for _ in range(3):
+                each.step()
+                other.step()
+                if each.swapper is None:
+                    for kept in other.state.values():
+                        kept["momentum_buffer"].copy_(kept["momentum_buffer"].bfloat16())
+        if feature == "sleep":
+            state = speedtorch.TrainingState(each.step(2).model, each.optimizer)
+            state.sleep()
+            state.wake()
+        if feature == "saved":
+            parts = {"model": each.step(2).model, "optimizer": each.optimizer}
+            folder = tmp_path / str(each.swapper)
+            speedtorch.save(folder, **parts)
+            each.step()
+            each.steps -= 1
+            speedtorch.load(folder, **parts)
+        each.step(2)
+    assert_equal(ours.tensors(), theirs.tensors())
 
 
 def test_wrong_arguments_raise(device: str) -> None:
