@@ -19,7 +19,10 @@ from speedtorch.torch_internals import version_of
 __all__ = ["BLANK", "Discarded"]
 
 BLANK = 255
-"""The value of all bytes of a discarded tensor after `wake()`: a NaN, or an integer of 1 bits."""
+"""The value of all bytes of a discarded tensor after `wake()`: all bits are set.
+
+Floating-point elements of 16 or more bits are then NaN.
+"""
 _NAMED = 4
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 24

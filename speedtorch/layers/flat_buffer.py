@@ -1,8 +1,8 @@
 """FlatBuffer: tensors packed into one flat buffer, on the host and on a device.
 
 A flat buffer is a layout with two memories. The host buffer always exists. The device buffer's
-storage is emptied and filled again, but remains the same object unless the program holds views of
-it. Views that autograd has saved are therefore valid again once the storage is filled.
+storage is emptied and filled again, but remains the same object, unless the program holds views of
+it at an eviction. Views that autograd has saved are therefore valid again once it is filled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Allocation of a flat buffer's host memory, and copies between this memory and a device.
 
 If CUDA cannot pin the host memory, copies go through two small pinned buffers. The CPU fills or
-empties one buffer while the other is copied. Without these buffers torch copies pageable memory.
+empties one buffer while the other is copied. If CUDA cannot pin these buffers either, torch copies
+the pageable memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STAGE_BYTES = 32 << 20  # size of each buffer: a copy takes 0.6 ms
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:
-    """Allocates bytes `[count]`, pinned for a GPU; warns once if CUDA cannot pin them.
+    """Allocates bytes `[count]`, pinned for a GPU; warns once per reason if CUDA cannot pin them.
 
     Raises MemoryError if the host has too little memory.
     """
@@ -71,7 +72,7 @@ def copy_spans(
 ) -> None:
     """Copies byte ranges between uint8 tensors `[bytes]` on the current stream.
 
-    `to` is the memory that is written. If `host` is pinned, the call returns without waiting.
+    `to` is the memory that is written. If `host` is pinned, the call does not wait for the GPU.
     """
     is_direct = on_device.is_cpu or is_pinned(host)
     stage = None if is_direct else _stage(on_device.device)

@@ -61,8 +61,9 @@ def host_init() -> Iterator[None]:
     """Builds modules in host memory, even if their code requests a GPU.
 
     Use this for models larger than the GPU's memory, before you create a `Swapper`. Within the
-    block, tensors are neither created on a GPU nor moved there. A GPU generator is replaced by a
-    CPU generator with the same seed, which draws other numbers. The meta device still works.
+    block, tensors are neither created on a GPU nor moved there, except results of operations on
+    tensors that are on a GPU already. A GPU generator is replaced by a CPU generator with the same
+    seed, which draws other numbers. The meta device still works.
 
     Only calls of torch in the current thread are changed. Other threads are not, such as a
     library's: with transformers' `from_pretrained`, omit `device_map="cuda"`.

@@ -45,7 +45,7 @@ _, _POST_HOOKS = STEP_HOOKS
 class ModuleSteps:
     """Makes `optimizer.step()` step modules one by one, and then parameters outside modules.
 
-    The optimizer's state_dict() returns host copies.
+    The optimizer's state_dict() returns host copies of state that is on the device.
     """
 
     def __init__(

@@ -236,13 +236,14 @@ class ModuleTensors:
     def _check_ownership(self) -> None:
         """Raises if a tensor cannot belong to this module.
 
-        ValueError: it belongs to another one. TypeError: it is an Embedding's or no plain tensor.
+        ValueError: the tensor belongs to another module. TypeError: the tensor is the weight of an
+        Embedding, or is no plain tensor.
         """
         for name, tensor in _tensors_of(self.module):
             if rows_of_parameter(tensor) is not None:
                 raise TypeError(
-                    f"module {self.name!r}: {name} is a speedtorch.Embedding's weight, which is in"
-                    " host memory already. Offload only modules without an Embedding."
+                    f"module {self.name!r}: {name} is a speedtorch.Embedding's weight, whose rows"
+                    " are stored in a table. Offload only modules without an Embedding."
                 )
             if not is_plain_tensor(tensor) and not is_lazy(tensor):
                 kind = type(tensor)

@@ -52,7 +52,7 @@ class AutoLoader(Protocol):
         """
 
     def end_failed(self) -> None:
-        """Ends the uses of a failed backward."""
+        """Ends the uses of failed forwards and backwards."""
 
     def next_use(self, module: OffloadedModule, *, state: bool) -> float:
         """Number of calls until the next use of a module or its state; inf: unknown."""
@@ -90,7 +90,7 @@ class OffloadedModule:
     The constructor and methods that move the module raise TypeError or ValueError for a tensor that
     cannot be moved. Too little host memory for new tensors raises MemoryError, and too little
     device memory raises RuntimeError (torch.OutOfMemoryError). After an error the module remains
-    where it was, or its prefetched tensors are on the device.
+    where it was, except that prefetched tensors may have been loaded.
 
     `before_gradients` is called with this object when a backward reaches the module and there is no
     AutoLoader.
@@ -175,7 +175,8 @@ class OffloadedModule:
     def evict(self, *, search: bool = True) -> int:
         """Copies changes to the host, frees the device memory, and returns the freed bytes.
 
-        The result is 0 if the module was on the host. Views keep their memory; see held_by().
+        The result is 0 if the module had no device memory. Views that the search finds keep that
+        memory; see held_by().
         `search` is the same as in TensorGroup.evict, for parameters and buffers.
         """
         self._tracker.stop()
@@ -337,7 +338,7 @@ class OffloadedModule:
             remedy = "use() around" if memory is Memory.DEVICE else "evict() before"
             raise RuntimeError(
                 f"module {self.name!r}: its forward ran while it was {states[memory]}, and a"
-                f" backward reached it while it is {states[now]}. Call {remedy} it."
+                f" backward reached it while it is {states[now]}. Call {remedy} the backward."
             )
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ _Storages: TypeAlias = Sequence[OffloadedStorage]
 class DeviceMemory:
     """Memory of storages on a device, which is freed while they are offloaded.
 
-    A storage is emptied, and later gets other memory of torch's allocator. With `keep_addresses`,
+    A storage is emptied, and later gets memory of torch's allocator again. With `keep_addresses`,
     the first offload moves storages to address ranges of a GPU, one range per call. Their memory is
     unmapped and mapped again, so storages of one range are offloaded and loaded together.
     """

@@ -205,8 +205,9 @@ class Residency:
     """Loads modules to the device within a budget, and evicts other modules for them.
 
     The evicted module has the farthest next use in the recorded order. If the order is unknown, the
-    module is the least recently used one. Modules in use are not evicted. The optimizer state of a
-    module in use may be evicted, unless one of its uses is for a step.
+    module is the least recently used one. Modules in use are not evicted, and prefetched modules
+    only if no idle module is left. The optimizer state of a module in use may be evicted, unless
+    one of its uses is for a step.
 
     Attributes:
         modules: the modules that may have device memory, and their uses.

@@ -195,7 +195,7 @@ def check_steps_apart(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises ValueError unless steps of all parameters together and one by one agree.
+    """Raises ValueError if steps of all parameters together and one by one differ or fail.
 
     Copies of the optimizer step small parameters. The optimizer, its parameters and random
     generators are not changed. The small parameters are on `device`; None: the optimizer's own
@@ -225,8 +225,8 @@ def check_steps_apart(
     raise ValueError(
         f"optimizer: {kind} must step each parameter separately. Whether {kind} does so cannot be"
         f" checked on {device}, because a step of small parameter copies fails there ({errors[0]})."
-        f" Move the parameters to a device on which {kind} can step them, or use {kind} without a"
-        " StateSwapper or Swapper."
+        f" Move the parameters to a device on which {kind} can step them, or pass this device as"
+        f" device=. Otherwise use {kind} without a StateSwapper or Swapper."
     ) from errors[0]
 
 

@@ -201,10 +201,12 @@ class StateSwapper:
 
     Parameters, gradients and activations remain on their device. `optimizer.step()` steps the
     parameters in buckets. While one bucket is stepped, the state of the next bucket is copied to
-    the device, and the state of the previous bucket is written back. Results equal a step with all
-    state on the device. Buckets that fit into the budget beside the three in transfer remain on the
-    device. Between steps, all other state consists of ordinary CPU tensors. state_dict() returns
-    all state; load_state_dict() loads it into host memory.
+    the device, and the state of the previous bucket is written back. Without `stored`, results
+    equal a step with all state on the device. Buckets that fit into the budget beside the three in
+    transfer remain on the device. Between steps, the state of other buckets consists of ordinary
+    CPU tensors. State tensors that several parameters share, or that alias a parameter or its
+    gradient, are not moved. state_dict() returns all state; load_state_dict() loads it into host
+    memory.
 
     Any module works whose parameters remain on their device between steps. This includes
     DistributedDataParallel and `fully_shard` (FSDP2), whose ranks step their shards.
@@ -214,7 +216,7 @@ class StateSwapper:
     the same host memory. Pinned memory is copied fastest.
 
     With `stored`, steps compute with float32 state, which is rounded to 16 bits after each step.
-    This halves the bytes in host memory and over the link. Rounded are float32 state tensors with
+    This halves its bytes in host memory and over the link. Rounded are float32 state tensors with
     the shape of a float32 parameter, such as Adam's `exp_avg` and `exp_avg_sq`. Between steps they
     have the 16-bit dtype. The random numbers depend on an element's position in its tensor, and on
     the number and sizes of the tensors that this swapper has rounded before. Ranks that step the
@@ -225,8 +227,8 @@ class StateSwapper:
             accelerate, Lightning and Fabric are accepted.
         budget: the most device memory for state, in bytes or as text such as "2GiB". Three buckets
             are in transfer, each with at most a third of the budget and at most 256 MiB. The state
-            of one parameter is not split, so the largest counts three times. With `device`, copied
-            parameters and gradients count as well.
+            of one parameter is not split: if it is larger than a third of the budget, a step may
+            exceed the budget. With `device`, copied parameters and gradients count as well.
         device: the device that steps parameters in host memory. None: their own device.
         stored: torch.bfloat16, the dtype of float32 state between steps. None: state is not
             rounded.
@@ -240,10 +242,11 @@ class StateSwapper:
         ValueError: an optimizer is given twice, is differentiable, does not step each parameter
             separately (checked with small copies), or has parameters that are rows of an Embedding
             or belong to a Swapper. The budget is no number of bytes, or `stored` is another dtype.
-            In a step: a parameter in host memory shares memory with another, has a sparse gradient,
-            or is averaged by DistributedDataParallel.
-        RuntimeError: the device is a GPU, and there is none. In a step: torch's GradScaler, whose
-            scale is on a GPU, has unscaled gradients in host memory. Use speedtorch.GradScaler.
+            In a step with `device`: a parameter in host memory shares memory with another, has a
+            sparse gradient, or is averaged by DistributedDataParallel.
+        RuntimeError: the device is a GPU, and there is none. In a step with `device`: torch's
+            GradScaler, whose scale is on a GPU, has unscaled gradients in host memory. Use
+            speedtorch.GradScaler.
 
     Example:
         >>> import torch, speedtorch
@@ -298,7 +301,7 @@ class StateSwapper:
 
     @untracked
     def evict(self) -> int:
-        """Moves all state to the host until the next step, and returns the freed device bytes.
+        """Moves the state of all buckets to the host until the next step; returns the freed bytes.
 
         Call this if other code needs the memory, if an exception interrupted a step, or if other
         code created or loaded state.
@@ -319,6 +322,8 @@ class StateSwapper:
     @untracked
     def close(self) -> None:
         """Moves all state to the device of its parameters, and restores the optimizers' methods.
+
+        State that was stored in 16 bits becomes float32 again.
 
         Raises:
             RuntimeError: the device has too little memory for all state
@@ -536,7 +541,7 @@ def _times_kept(optimizer: Optimizer) -> Counter[int]:
 def _check_parameters(
     optimizer: Optimizer, parameters: Collection[Tensor], *, is_stored: bool
 ) -> None:
-    """Raises ValueError if the optimizer cannot step one of the parameters in a bucket."""
+    """Raises ValueError or NotImplementedError if a parameter cannot be stepped in a bucket."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(

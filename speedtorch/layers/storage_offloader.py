@@ -4,9 +4,10 @@ A storage loses its memory and receives memory again, at new or at the same addr
 DeviceMemory), but remains the same object. All its views therefore have the same values again: tied
 weights, non-contiguous tensors, and flat buffers of DistributedDataParallel and FSDP.
 
-While offloaded, known tensors still report their device, but are in mapped host memory. The
-device's kernels access this memory over the link (PCIe or NVLink-C2C), so the tensors can be read,
-saved and loaded. Tensor objects remain the same for autograd and its hooks.
+While offloaded, known tensors still report their device, but are in mapped host memory, or have no
+elements if their values were discarded. The device's kernels access this memory over the link (PCIe
+or NVLink-C2C), so the tensors can be read, saved and loaded. Tensor objects remain the same for
+autograd and its hooks.
 
 **Exceptions at any line.** First all bytes are copied, then the tensors are pointed to the copy one
 by one, and only then is the device memory freed. Each tensor is complete at any time. An exception

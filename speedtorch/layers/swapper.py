@@ -26,22 +26,23 @@ __all__ = ["Swapper"]
 class Swapper:
     """Keeps modules in host memory, and loads them to the device while they are used.
 
-    A module is loaded as a whole, with its parameters, buffers, gradients and optimizer state. If a
-    module needs memory, the least recently used module is evicted, and its changes are written
-    back. Under `auto`, the evicted module is the one whose next use is farthest in the recorded
-    order. Parameter objects, hooks, param_groups and schedulers remain the same, and results equal
-    a model that remains on the device. An evicted module consists of ordinary CPU tensors.
+    A module is loaded as a whole, with its parameters, buffers and gradients. Its optimizer state
+    is loaded for a step. If a module does not fit, the least recently used module that is not in
+    use is evicted, and its changes are written back. Under `auto`, the evicted module is the one
+    whose next use is farthest in the recorded order. Parameter objects, hooks, param_groups and
+    schedulers remain the same, and results equal a model that remains on the device. An evicted
+    module consists of ordinary CPU tensors.
 
     `optimizer.step()` loads and steps offloaded modules with gradients one by one. Other parameters
-    are stepped as usual. Use a module's tensors only within `use`, because any call of the swapper
-    may evict a module that is not in use.
+    are stepped as usual. Without `auto`, use a module's tensors only within `use`, because later
+    calls of the swapper may evict a module that is not in use.
 
     Args:
         modules: the modules to offload, or one module whose children are offloaded. Modules that
             share a parameter must form one module (nn.ModuleList).
         optimizer: a torch optimizer that keeps separate tensors for each parameter, or several
             optimizers (Muon and AdamW), which may share parameters. Wrappers from accelerate,
-            Lightning and Fabric are accepted. None: modules are not trained.
+            Lightning and Fabric are accepted. None: no optimizer steps these modules.
         device: the device that uses the modules. Default: the GPU, if there is one.
         budget: the most device memory for modules, including gradients and state, in bytes or as
             text such as "12GiB". None: no limit. Modules in use must fit together.
@@ -132,8 +133,9 @@ class Swapper:
 
         Raises:
             TypeError, ValueError: an argument neither is nor contains an offloaded module.
-            RuntimeError: the budget or the device memory (torch.OutOfMemoryError) is too small for
-                all modules in use. Other modules may have been moved; values are unchanged.
+            RuntimeError: the Swapper is closed. Or the budget or the device memory
+                (torch.OutOfMemoryError) is too small for all modules in use. Other modules may have
+                been moved; values are unchanged.
         """
         with self._residency.using(self._find_offloaded(modules), state=False):
             yield
@@ -144,7 +146,7 @@ class Swapper:
         return list(self._offloaded)
 
     def prefetch(self, *modules: nn.Module, state: bool | None = None) -> None:
-        """Copies modules to the device on a side stream, and returns at once.
+        """Starts copying modules to the device on a side stream, and does not wait for the copies.
 
         Their tensors remain on the host until first use. Least recently used modules are evicted
         for them, or under `auto` the modules with the farthest next use. Modules that are in use or
@@ -169,8 +171,8 @@ class Swapper:
             *modules: modules as in `use`. Without arguments: all modules that are not in use.
 
         Returns:
-            The freed device bytes. Their `held_by` names views of modules' tensors that the program
-            holds; such a view keeps the module's device memory and the values there.
+            The freed device bytes. The attribute `held_by` names views of modules' tensors that the
+            program holds; such a view keeps the module's device memory and the values there.
 
         Raises:
             TypeError, ValueError: see `use`.
@@ -190,7 +192,8 @@ class Swapper:
     def flush(self) -> None:
         """Writes changes back to host memory and waits; modules remain on the device.
 
-        Gradients are written back only by an eviction of their module.
+        Gradients, and optimizer state that a step has created since the module was loaded, are
+        written back only by an eviction of their module.
         """
         for offloaded in self._residency.modules.loaded:
             offloaded.groups.write_back()
@@ -201,7 +204,7 @@ class Swapper:
         """Marks tensors of modules as changed, after changes that torch's versions do not count.
 
         Call this after changes such as `parameter.data.mul_(0.9)` within `use`, which are otherwise
-        not written back. Optimizer steps are detected without this call.
+        not written back. Steps of the Swapper's optimizers are detected without this call.
 
         Args:
             *modules: modules as in `use`.
@@ -245,8 +248,9 @@ class Swapper:
 
         Raises:
             TypeError: there are a closure and several optimizers.
-            RuntimeError: there is no optimizer, a module and its state do not fit on the device, or
-                a GradScaler has not unscaled gradients correctly.
+            RuntimeError: there is no optimizer, or a module and its state do not fit on the device.
+                Or, after a backward under auto(step=True), a gradient of a parameter outside the
+                modules has changed.
         """
         if not self._given:
             raise RuntimeError("step: the Swapper has no optimizer. Pass one to Swapper().")
@@ -263,13 +267,15 @@ class Swapper:
     def auto(self, *, step: bool = False, ahead: int = 3) -> AutoOffload:
         """Loads modules when forward or backward reaches them, and prefetches the next modules.
 
-        The order of prefetches is recorded from earlier calls. An operation that computes with a
-        module's tensors outside its forward loads the module too; printing, saving and in-place
-        writes do not. Inputs on another device are copied to the modules' device. A module may be
-        evicted between its forward and backward; the backward loads it again. A second derivative
-        (create_graph=True) does not load an evicted module, and raises RuntimeError. The effect
-        lasts until remove() or another auto(), or as long as the model, even without references to
-        the Swapper.
+        The order of prefetches is recorded from earlier calls. Inputs on another device are copied
+        to the modules' device. A module may be evicted between its forward and backward; the
+        backward loads it again. A second derivative (create_graph=True) does not load an evicted
+        module, and raises RuntimeError. The effect lasts until remove(), close() or another auto(),
+        or as long as the model, even without references to the Swapper.
+
+        An operation that computes with a module's tensors outside its forward loads the module too.
+        Exceptions are in-place writes to its tensors and, without gradients, operations on several
+        modules, unless another operand is on the modules' GPU. Printing and saving load no module.
 
         Args:
             step: whether to step each module in the backward pass once its gradients are complete,
@@ -278,8 +284,8 @@ class Swapper:
                 parameters outside these modules. Gradients must not be scaled, or changed between
                 backward() and that step. The step raises RuntimeError if the gradient of a
                 parameter outside has changed. A change is not detected if all parameters belong to
-                offloaded modules. DistributedDataParallel raises NotImplementedError in the
-                forward.
+                offloaded modules. Within DistributedDataParallel, the forward raises
+                NotImplementedError.
             ahead: how many of the next modules to prefetch if they fit.
 
         Returns:

@@ -105,31 +105,33 @@ class SleepReport:
 class TrainingState:
     """Offloads a model and its optimizers to host memory while other work uses the device.
 
-    `sleep()` copies all their device memory to pinned host memory and frees it on the device.
-    `wake()` copies everything back. Meanwhile another program or model can use the memory, such as
-    generation between two training phases in reinforcement learning. Host memory is allocated once
-    and reused. Training continues unchanged: objects, names, param_groups, hooks, tied weights and
-    tensors that autograd has saved remain the same. Training steps need no extra calls.
+    `sleep()` copies their tensors on the device to host memory, which is pinned for a GPU, and
+    frees the device memory. `wake()` copies the tensors back. Meanwhile another program or model
+    can use the memory, such as generation between two training phases in reinforcement learning.
+    Host memory is allocated once and reused. Training continues unchanged: objects, names,
+    param_groups, hooks, tied weights and tensors that autograd has saved remain the same. Training
+    steps need no extra calls.
 
     While offloaded, tensors still report their device, but are mapped host memory. You can read,
     save, load and compute with them at the speed of the link (PCIe or NVLink-C2C). Views that you
     made before (`weight[:10]`) have no memory meanwhile and must not be used. A backward that
-    needs offloaded tensors raises RuntimeError.
+    needs offloaded tensors raises RuntimeError. Discarded tensors have no elements.
 
     Tensors wake at new addresses, so a CUDA graph that reads them must be captured again. With
     keep_addresses=True, tensors move only once, during their first sleep, and keep those addresses
     afterwards. Graphs captured after that sleep remain valid, but must not be replayed while the
     state is offloaded.
 
-    Embedding rows are not included, because they are in host memory already. Modules of a Swapper
-    are not included either; use Swapper.evict().
+    Embedding rows and their optimizer state are not included, because their table stores them.
+    Evicted modules of a Swapper are not included either. Call Swapper.evict() before sleep(), which
+    raises ValueError for tensors of a Swapper on the device.
 
     Args:
         model: any module, including FSDP2, DistributedDataParallel, compiled and quantized modules.
         optimizer: one or several optimizers, or None. Wrappers from accelerate, Lightning and
             Fabric are accepted.
         device: the device whose tensors are offloaded. Default: the device of the model's first
-            tensor on a GPU.
+            tensor on a GPU, or of its first tensor if none is on a GPU.
         keep_addresses: whether tensors have the same addresses whenever they are loaded. The first
             sleep moves them into ranges of CUDA's virtual memory. Parts that share memory must then
             sleep together, torch's memory statistics count offloaded tensors, and tensors cannot be
@@ -137,8 +139,8 @@ class TrainingState:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the device is neither a CPU nor a GPU, the model has no tensor, or addresses
-            cannot be kept on the device.
+        ValueError: the device is neither a CPU nor a GPU, the model has no tensor and no `device`
+            is given, or addresses cannot be kept on the device.
         RuntimeError: `device` is a GPU, and torch finds none.
 
     Example:
@@ -197,24 +199,26 @@ class TrainingState:
         """Copies device memory to the host, frees it on the device, and waits for both.
 
         The call first waits for all queued work on the device. Frozen weights that are unchanged
-        since the last wake are not copied again. Parts that are offloaded already are unchanged.
+        since the last wake are not copied again, unless the program still uses their host copies or
+        other host memory is allocated. Parts that are offloaded already are unchanged.
 
         Args:
             parts: any of "weights" (parameters and buffers), "gradients" and "optimizer" (its
                 state). Default: all three.
             discard: a subset of `parts` whose values are no longer needed. They are not copied and
                 use no host memory. Their tensors have no elements while offloaded. After wake() all
-                elements are NaN (integers: all bits set). Load new values before the next forward
-                or optimizer step, which otherwise raises RuntimeError. Buffers that state_dict()
-                omits (persistent=False) are copied anyway.
+                bits of the tensors are set, which is NaN in dtypes such as float32 and bfloat16.
+                Load new values before the next forward or optimizer step, which otherwise raises
+                RuntimeError. Buffers that state_dict() omits (persistent=False) are copied anyway.
 
         Returns:
             The copied bytes, the freed memory, and the names of tensors that remain on the device.
 
         Raises:
-            ValueError: a part does not exist. A tensor belongs to a Swapper, is sparse, quantized,
-                nested or a lazily conjugated view, was made in inference mode, or shares kept
-                addresses with a part that remains. Nothing has changed.
+            ValueError: a part does not exist, or `discard` contains a part that `parts` lacks. A
+                tensor belongs to a Swapper, is sparse, quantized, nested or a lazily conjugated
+                view, was made in inference mode, or shares kept addresses with a part that remains.
+                Nothing has changed.
             MemoryError, RuntimeError: the host has too little memory, or CUDA cannot pin more.
                 Parts that did not fit remain on the device.
         """

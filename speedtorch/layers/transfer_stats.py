@@ -124,6 +124,7 @@ class SwapReport(TransferReport):
     resident: tuple[str, ...]
     """Names of modules on the device, least recently used first."""
     in_use: tuple[str, ...]
+    """Names of modules on the device that are in use."""
     resident_bytes: int
     """Bytes of device memory, including gradients and new optimizer state."""
     budget_bytes: int | None

@@ -80,8 +80,9 @@ class BatchExchange(Switcher):
             retrievedNegIndexes: More ids, whose rows follow.
 
         Raises:
-            IndexError: An id is out of range; the loaded rows do not change. With ids on a GPU, the
-                next op raises instead, and the loaded rows are zeros.
+            IndexError: An id is out of range; the loaded rows do not change. With ids on a GPU, a
+                later call raises instead, and all loaded rows are zeros.
+            RuntimeError: The table has not been created yet.
         """
         device, fields = self._device(), self._rows().items()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=0)
@@ -93,18 +94,22 @@ class BatchExchange(Switcher):
         """Writes the rows of a batch back to the table.
 
         For an id that occurs several times the last row wins. With ModelFactory's sumDuplicates the
-        change of each occurrence is added, in order. After an exception you can repeat the call.
+        change of each occurrence is added, in order. Without sumDuplicates, ModelFactory writes the
+        variable's rows even if beforeForwardPass was not called. After an exception you can repeat
+        the call.
 
         Args:
             retrievedPosIndexes: The ids that beforeForwardPass received.
             retrievedNegIndexes: The ids that beforeForwardPass received.
 
         Raises:
-            IndexError: An id is out of range; the table does not change. With ids on a GPU, the
-                next op raises instead.
-            ValueError: The numbers of ids and rows differ.
-            RuntimeError: beforeForwardPass was not called. With sumDuplicates also: an earlier call
-                has added the changes and then raised.
+            IndexError: An id is out of range; the table does not change. With ids on a GPU, a later
+                call raises instead.
+            ValueError: The numbers of ids and rows differ, or the variable has another dtype, row
+                shape or GPU than the table.
+            RuntimeError: The table has not been created yet. With an OptimizerFactory or
+                sumDuplicates: beforeForwardPass was not called. With sumDuplicates also: an earlier
+                call has added the changes and then raised, so that nothing is left to write.
         """
         device, fields = self._device(), self._rows()
         index, plan = self._ids(retrievedPosIndexes, retrievedNegIndexes, device, step=1)

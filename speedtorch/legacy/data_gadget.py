@@ -95,11 +95,11 @@ class GadgetSwitcher(OneField):
                 `indexes` first, in order.
 
         Returns:
-            The result of NumPy; for ids `[*indexes.shape, ...]`, ready for use as variable data.
+            NumPy's result as a new tensor; for ids `[*indexes.shape, ...]`.
 
         Raises:
-            IndexError: An id is out of range. With ids on a GPU, the next op raises instead,
-                and the result is zeros.
+            IndexError: An id is out of range. With ids on a GPU, a later call raises instead, and
+                the result is zeros.
         """
         device = self._device()
         field, ids = self._selected(indexes, retrievedNegIndexes, device)
@@ -131,9 +131,10 @@ class GadgetSwitcher(OneField):
             retrievedNegIndexes: See getData.
 
         Raises:
-            IndexError: An id is out of range; nothing has changed. With ids on a GPU, the next op
+            IndexError: An id is out of range; nothing has changed. With ids on a GPU, a later call
                 raises instead.
-            ValueError: The number of rows or the shape does not match; nothing has changed.
+            ValueError: The number of rows or the shape does not match, or the file is mapped
+                read-only; nothing has changed.
         """
         where = self._rows()["weight"].device
         if self._stored is not None and self._stored.table is not None:
@@ -204,7 +205,8 @@ class DataGadget(_CupyGadget, place=families.host_or_variable):
             the GPU, or without a GPU in ordinary memory.
         field: The name of the tensor in a .safetensors file with several tensors.
         mapped: True maps the file read-only: no copy, and one page cache for all processes.
-            CPUPinn then has no effect, and insertData raises ValueError.
+            CPUPinn then has no effect, and insertData raises ValueError. A file that cannot be
+            mapped is loaded instead.
 
     Raises:
         TypeError: `mapped` is True and `fileName` is not a file.
@@ -266,7 +268,7 @@ class DataGadgetMM(MappedFiles, _CupyGadget, place=partial(families.in_file, "")
             The result of NumPy.
 
         Raises:
-            IndexError: An id is out of range.
+            IndexError: See DataGadget.getData.
         """
         return super().getData(retrievedPosIndexes, retrievedNegIndexes)
 

@@ -93,7 +93,7 @@ def constructor(
 
 
 def with_variable() -> TablePlace:
-    """The device of the table's variable."""
+    """The device of the variable, or default_device() for classes without a variable."""
     return TablePlace("variable")
 
 

@@ -146,7 +146,8 @@ class ModelSwitcher(BatchExchange, OneField):
 class ModelFactory(CupyFiles, ModelSwitcher, place=families.host_or_variable, datatype="float32"):
     """Stores all rows of a variable; the model contains and trains the rows of one batch.
 
-    Replaces SpeedTorch's class of 2019, without CuPy, lost duplicates or synchronization.
+    Replaces SpeedTorch's class of 2019, without CuPy. With sumDuplicates, no change of a repeated
+    id is lost.
 
     Args:
         model_variable: The module whose weight is trained, such as nn.Embedding, or a Parameter.

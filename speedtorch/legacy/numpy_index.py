@@ -17,10 +17,10 @@ Index = Indexes | slice | EllipsisType | None
 
 
 def row_ids(index: Index, rows: int, device: torch.device) -> Tensor | None:
-    """The ids of the rows that an index selects, in its shape; None for an index of several axes.
+    """The ids of the rows that an index selects, in its shape; None for any other index.
 
-    Integers of any shape from -rows on, a slice, or a mask `[rows]` select whole rows. `device` is
-    the device of the work on the rows; see flat_index.
+    Integers of any shape from -rows on, a slice, `...` or a mask `[rows]` select whole rows.
+    `device` is the device of the work on the rows; see flat_index.
 
     Example:
         >>> row_ids([[-1, 0]], 7, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""OptimizerFactory: stores the optimizer state of all rows, and lends one batch's to the optimizer.
+"""OptimizerFactory: stores the state of all rows, and loads one batch's state into the optimizer.
 
 A probe of the optimizer finds the state and its initial values (optim/probe.py).
 """
@@ -108,7 +108,8 @@ class OptimizerSwitcher(BatchExchange):
     def optInit(self) -> None:
         """Creates the table, with the optimizer's initial state for every row.
 
-        The step count, which the optimizer keeps once for the whole variable, does not restart.
+        The step count, which the optimizer keeps once for the whole variable, does not restart. For
+        an optimizer without state per row (plain SGD), no table is created.
         """
         self._commit(partial(self._initialize, self._stored_or_new()))
 

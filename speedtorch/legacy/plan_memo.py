@@ -91,7 +91,7 @@ class PlanMemo:
 
         Ids on the CPU are compared by value with a copy. Ids on a GPU are never read: they must be
         the same tensors with the same version. Bad ids on the CPU have no plan, so that the next op
-        raises. For bad ids on a GPU, the plan makes the next op raise.
+        raises. For bad ids on a GPU, the plan makes a later call raise.
 
         `device` is the device of the work on the rows; `step` is 0 for a caller's first use of a
         batch.

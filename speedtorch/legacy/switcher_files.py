@@ -46,8 +46,9 @@ class CupyFiles(Switcher):
                 fields are saved to one .safetensors file, or to one `name.field.npy` each.
 
         Raises:
-            ValueError: The format does not support the dtype (bfloat16 and float8 in .npy), or the
-                file is the one that a DataGadgetMM maps, which contains all inserts already.
+            ValueError: The format does not support the dtype (bfloat16 and float8 in .npy). Or the
+                optimizer has no state. Or the file is the one that a DataGadgetMM maps, which
+                contains all inserts already.
         """
         self._settle()
         save_fields(file_name(saveFileName), self._to_save(), self._mapped_file)
