@@ -1,4 +1,4 @@
-"""attach: stores an optimizer's per-row state in the Embedding's table, beside the rows."""
+"""attach: stores an optimizer's per-row state in host memory, beside the rows of the tables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ _attached: weakref.WeakKeyDictionary[Optimizer, SavedState] = weakref.WeakKeyDic
 def attach(optimizer: Optimizer, module: nn.Module) -> None:
     """Stores an optimizer's per-row state in the Embeddings' tables, beside the rows.
 
-    If the optimizer is attached already, only the tables that add_param_group() added later are
-    attached. The state of the other tables does not change.
+    If the optimizer is attached already, only tables that are not attached yet are attached, such
+    as those of a later add_param_group(). The state of the other tables does not change.
 
-    In a step the optimizer then sees only the step's rows and their state. step(), schedulers and
-    gradient scalers work as before, and state_dict() returns the state of all rows. Attach before
-    the first use or loading, so that the table allocates its memory once. A later attach() copies
-    the existing rows to a new table whose records have the state. A table that was passed in or
-    shared without state, or is too large to copy, is not replaced: a second table has the state. If
-    one table has both, state_dict() of the module and of the optimizer return contiguous copies.
-    If a copy would take more than half of the free memory, they return a view of the records.
+    The optimizer's own step function then sees only the step's rows and their state. step(),
+    schedulers and gradient scalers work as before, and state_dict() returns the state of all rows.
+    Attach before the first use or loading, so that the table allocates its memory once. A later
+    attach() copies the existing rows to a new table whose records have the state. A table that was
+    passed in or shared without state, or is too large to copy, is not replaced: a second table has
+    the state. If one table has both, state_dict() of the module and of the optimizer return
+    contiguous copies. If a copy would take more than half of the free memory, they return a view of
+    the records.
 
-    load_state_dict() loads a whole state or nothing. If an exception interrupts its copy of per-row
-    state to the tables, the next use of the rows repeats this copy, and raises its errors.
+    load_state_dict() loads a whole state or nothing; torchrec's wrappers are an exception, see
+    below. If an exception interrupts its copy of per-row state to the tables, the next use of the
+    rows repeats this copy, and raises its errors.
+
     With torch.distributed.checkpoint, a process that has not stepped yet can load its state with
     get_state_dict(), load() and set_state_dict().
 
@@ -50,13 +53,14 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     torch.optim.SparseAdam. A momentum buffer starts as zeros. In torch's SGD the buffer starts as
     the first gradient; without dampening the results are the same.
 
-    A probe of a few rows raises ValueError for an optimizer that
+    A probe steps copies of the optimizer, and raises ValueError for an optimizer that
 
     - does not treat rows separately, such as one that uses a norm or a factor of all rows;
     - keeps a value for all rows that depends on which rows were stepped;
     - starts a row's state from its first gradient, from its own value or at random;
-    - keeps state in lists or dicts of tensors, or another kind for many rows (8-bit optimizers);
-    - wraps another optimizer, or needs a closure.
+    - keeps per-row state in lists or dicts, or another kind of state for many rows (8-bit
+      optimizers);
+    - wraps another optimizer, except for the wrappers below, or needs a closure.
 
     Args:
         optimizer: any torch optimizer that treats rows separately, also from another library or
@@ -76,7 +80,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             are too few for one row with its state. Nothing has changed.
         NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
             cannot be tried out.
-        RuntimeError: a captured CUDA graph uses the rows, or another module trains them now.
+        RuntimeError: a captured CUDA graph uses the rows, another module trains them now, or a step
+            on a GPU exceeded the capacity.
         MemoryError: memory is too small for the state or for the probe (on a GPU
             torch.OutOfMemoryError). Nothing has changed.
 
@@ -107,8 +112,8 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
             if not any(added.values()):
                 raise ValueError(
                     f"{type(within[0]).__name__} is attached already to every Embedding of"
-                    f" {type(module).__name__}. Another attach() only adds the tables of a later"
-                    " add_param_group(). To start with new state, call detach() first."
+                    f" {type(module).__name__}. Another attach() only adds tables that are not"
+                    " attached yet. To start with new state, call detach() first."
                 )
             show_all_rows(optimizer, {inner: _attached[inner] for inner in added})
         except BaseException:
@@ -207,7 +212,7 @@ class _Probes:
 
 
 def _probed(optimizer: Optimizer, rows: TrainedRows, *, sparse: bool) -> OptimizerProbe:
-    """Probes the rows, with sparse gradients if these make the optimizer keep other state."""
+    """Probes the rows; if `sparse`, with sparse gradients if these lead to other per-row state."""
     probe = probe_optimizer(optimizer, rows.weight)
     if sparse and not probe.sparse:
         with suppress(ValueError):  # the probe may not support this sparse step
@@ -235,7 +240,8 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
         state.check(loaded)
     elif counts:
         raise ValueError(
-            f"{kind} has state of {max(counts)} rows, but {rows.name} has {row_count} rows. {anew}"
+            f"{kind} has state of {max(counts)} rows, but {rows.name} has {row_count} rows. Build a"
+            f" new optimizer and attach it. Then load a state of {row_count} rows, if there is one."
         )
     else:
         for name, first in probe.scalar_state.items():

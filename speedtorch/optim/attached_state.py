@@ -54,7 +54,7 @@ class AttachedState(StepState):
     """The per-row state of an optimizer for one Embedding, as its probe found it."""
 
     loading: Loading | None = None
-    """The state of a running load_state_dict(); None once all of it is in the table."""
+    """The state that load_state_dict() loads; None once all of it is in the table."""
     _counts_anew = False
     """Whether a file holds the per-row state but no step count."""
 
@@ -291,7 +291,10 @@ class SavedState:
                 state_dict["state"][number] = entries
 
     def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Removes the per-row state, so that torch does not copy all rows of it to the GPU."""
+        """Checks the state, and leaves the per-row state to complete().
+
+        torch would copy all rows of it to the GPU.
+        """
         self._await_steps()
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         if lengths != [len(group["params"]) for group in state_dict["param_groups"]]:
@@ -314,7 +317,7 @@ class SavedState:
             state.complete()
 
     def _load_own(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Like the class's load_state_dict(); the rows' state is unchanged if that raises."""
+        """Like the class's load_state_dict(); if that or a check raises, no state has changed."""
         optimizer = self.states[0].optimizer()
         assert optimizer is not None  # this method is an attribute of the optimizer
         self._write_back()
@@ -375,7 +378,7 @@ def _refuse_own_state_dict(optimizer: Optimizer) -> None:
     if not called:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be used: its own state_dict() does not call torch's"
-            " hooks and would save only the state of a step's rows"
+            " hooks, which add the state of all rows. Call super().state_dict() in it."
         )
 
 

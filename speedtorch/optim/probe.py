@@ -1,10 +1,11 @@
 """A probe that finds an optimizer's per-row state and checks that a batch can be stepped alone.
 
-Copies of the optimizer step a parameter of a few rows with random gradients. The probe records the
-state and its initial values. A batch can be stepped without the rest of its table only if
+Copies of the optimizer step a parameter of a few rows, and once of many rows, with zero and random
+gradients. The probe records the state and its initial values. A batch can be stepped without the
+rest of its table only if
 
 - rows are separate: several steps of rows together, apart or in another order have the same results
-  (rows, their state, and scalars);
+  (rows, their state, and scalars), apart from rounding;
 - the state of all rows starts alike: a step from that initial state equals a first step;
 - the kind of the state does not depend on the number of rows.
 
@@ -197,8 +198,8 @@ class _Probe:
                 errors.append(error)
         else:
             raise self._refusal(
-                f"a step of a small parameter {[self._rows, *self._row_shape]} fails with dense"
-                f" zero gradients ({errors[0]}) and with sparse zero gradients ({errors[1]})"
+                f"all trial steps of a small parameter {[self._rows, *self._row_shape]} with zero"
+                f" gradients fail ({errors[0]}; {errors[1]})"
             ) from errors[0]
         # A momentum buffer made from the first gradient also contains the row's weight decay.
         for tried in (settings, {**settings, "weight_decay": 0.0}):
@@ -403,7 +404,7 @@ class _Probe:
         except Exception as error:
             raise_if_no_memory(error)
             raise self._refusal(
-                f"its step fails after the number of rows changes ({error})"
+                f"its step fails in a trial of several steps and numbers of rows ({error})"
             ) from error
         state = copied.state
         for name in names:

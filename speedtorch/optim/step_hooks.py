@@ -385,7 +385,7 @@ def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
                 raise NotImplementedError(
                     f"{kind.__name__}: a trial of its step() on a small parameter failed ({error})."
                     " Therefore it is unknown whether step() calls super().step(). Derive the class"
-                    " from torch.optim.Optimizer. Nothing was stepped."
+                    " directly from torch.optim.Optimizer. Nothing was stepped."
                 ) from error
         finally:
             _steps.tried = None
@@ -509,7 +509,7 @@ def _check(
         if state.optimizer() is not optimizer:
             raise ValueError(
                 f"{rows.name} is attached to another optimizer than this"
-                f" {type(optimizer).__name__}. Detach the other optimizer first."
+                f" {type(optimizer).__name__}. Call speedtorch.detach(other_optimizer) first."
             )
         state.before_step(optimizer, group)
         return

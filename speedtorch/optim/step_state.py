@@ -95,8 +95,8 @@ class StepState:
 
     def _lost(self, name: str) -> RuntimeError:
         return RuntimeError(
-            f"{self.table_rows.name}: the state {name!r} of the step's rows was removed from the"
-            " optimizer. Call detach() before you clear the state."
+            f"{self.table_rows.name}: the state {name!r} was removed from the optimizer, or is no"
+            " longer a tensor. Call detach() before you clear the state."
         )
 
     def follow_table(self) -> None:

@@ -67,7 +67,7 @@ def stepped_by(optimizer: Any) -> list[Optimizer]:
         if not isinstance(inner, Optimizer):
             raise TypeError(
                 f"expected a torch.optim.Optimizer, got {type(inner).__name__}. If it wraps an"
-                " optimizer, attach that optimizer before wrapping it."
+                " optimizer, pass the wrapped optimizer."
             )
     return found
 
