@@ -291,7 +291,7 @@ class RowModule(nn.Module):
             capacity: The maximum of unique rows in a step, as for Embedding.
 
         Raises:
-            TypeError: The module is of another kind.
+            TypeError: The module is of another kind, or a module of speedtorch.
             MemoryError: See Embedding.
 
         Example:
@@ -528,8 +528,9 @@ class RowModule(nn.Module):
           the rows, optimizer.step() does not raise, and also steps the rows without a lookup.
         - After the first lookup of a step, announce() loads the rows at once, and the step must
           look up the tensors.
-        - If the step looks up none of them, their rows do not change. The optimizer's step and
-          load_state_dict() end the announcement; zero_grad() before the lookups does not.
+        - If the step looks up none of them, their rows do not change. The optimizer's step,
+          load_state_dict() and resize() end the announcement; zero_grad() before the lookups does
+          not.
         - Several calls announce ids of one step, looked up in the order of the calls. If a later
           call's tensors are looked up first, the earlier calls are discarded. Ids that remain from
           a step that raised an exception are discarded in this way.

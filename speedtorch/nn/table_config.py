@@ -111,7 +111,7 @@ class Table(NamedTuple):
         rows, columns = config.num_embeddings, config.embedding_dim
         for what, size in (("num_embeddings", rows), ("embedding_dim", columns)):
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: {what} must be 1 or more, got {size!r}")
+                raise ValueError(f"{name}: {what} must be an int of 1 or more, got {size!r}")
         kind = config.data_type
         dtype = _DTYPES.get(getattr(kind, "value", kind))
         if dtype is None:

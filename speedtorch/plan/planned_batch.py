@@ -1,8 +1,8 @@
 """The unique rows of a batch: their ids, their positions in a step, and their number.
 
-All results are computed on the device of the rows without a wait. The host copies only the counts,
-and waits for them only in `count()`. A batch that follows an earlier batch also lists which rows
-the two have in common.
+All results are computed on the device of the rows. The host copies only the counts, and waits for
+them only in `count()`, or in the constructor of a LoadedBatch. A batch that follows an earlier
+batch also lists which rows the two have in common.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ ID_DTYPES = frozenset({torch.int64, torch.int32})
 
 
 def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> None:
-    """Raises TypeError unless `ids` is a tensor, and `numbers` unless torch can look it up."""
+    """Raises TypeError unless `ids` is a tensor, and `numbers` for another dtype or layout.
+
+    A tensor on the meta device raises NotImplementedError.
+    """
     if not isinstance(ids, Tensor):
         raise not_ids(name, ids)
     is_dense = ids.layout == torch.strided and not ids.is_nested
@@ -357,7 +360,8 @@ class PlannedBatch:
     batch that was planned after this one, or None.
 
     count() sets `held`, the number of unique rows without the padding's. It also sets `ids`
-    `[held]`, the ascending ids, always in one tensor, and `loaded`, `ids` followed by the padding.
+    `[held]`, the ascending ids, and `loaded`, `ids` followed by the padding. Later accesses return
+    the same tensor objects.
 
     Args:
         parts: The ids of the batch: one tensor per lookup, or a BatchIds.
@@ -450,7 +454,7 @@ class PlannedBatch:
 
     @property
     def outgoing(self) -> tuple[Tensor, Tensor]:
-        """Ids and old positions of the rows that this batch does not name."""
+        """Ids and old positions of the batch before's rows that this batch does not name."""
         return self._listed(2)
 
     def _listed(self, change: int) -> tuple[Tensor, Tensor]:

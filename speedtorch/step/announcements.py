@@ -40,7 +40,7 @@ class Announcements:
        batch gives it up by rule 1.
     4. An empty tensor may belong to any batch. An empty lookup therefore loads rows only of the
        latest batch, and none after a zero_grad() or an error that followed announce().
-    5. A step of the rows' optimizer and load_state_dict() give up all waiting ids.
+    5. A step of the rows' optimizer, load_state_dict() and resize() give up all waiting ids.
 
     zero_grad() does not give up ids, so it may run between announce() and the lookups.
     """
@@ -141,10 +141,10 @@ def check_all_looked_up(
     """Raises RuntimeError if a step looked up some announced tensors but not others.
 
     The optimizer would otherwise change rows without a gradient. The padding row is exempt.
-    `unseen` comes from Step.unseen(). A lookup of another tensor, such as a slice or a copy on
-    another device, may have named the same ids. If both tensors are on the CPU, the error is raised
-    only for ids that the step did not look up. If one is on a GPU, none is raised, because the
-    host would have to wait for the ids.
+    `unseen` is the result of Step.unseen(). A lookup of another tensor, such as a slice or a copy
+    on another device, may have named the same ids. If both tensors are on the CPU, the error is
+    raised only for ids that the step did not look up. If either is on a GPU, no error is raised,
+    because the host would have to wait for the ids.
     """
     looked_up = [
         (batch.parts.values(part), number in now.planned)

@@ -81,7 +81,7 @@ class BlockMemory(RowMemory):
         yield from self._blocks.tensors()
 
     def _take(self, *, stepped: bool = False) -> bool:
-        """Copies the step's rows to the blocks; returns whether they were in other memory."""
+        """Copies changed rows to the blocks; returns whether any of them were in other memory."""
         held = self.held
         blocks, view, now = self._blocks, held.view, held.now
         # Blocks of other fields remain after an exception; then the table has all rows. Clean rows

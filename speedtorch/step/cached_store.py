@@ -61,16 +61,17 @@ class CachedStore(StoreInSlots):
             exchange_cached(host_fields, hot.fields, hot.map, outgoing.rows, *lists, *numbers)
 
     def before_replay(self) -> None:
-        """Updates the cached rows, if due, before the replay of a CUDA graph with exchanges."""
+        """Loads cached rows again after a write-back, and updates them if due, before a replay."""
         if (hot := self._hot) is not None:
             host_fields = self.fields(hot.names)
             with self._writing():
                 hot.before_exchange(host_fields)
 
     def write_back(self) -> None:
-        """Writes cached rows to the table. The next exchange reloads them, so the table may change.
+        """Writes cached rows to the table, which the caller may then change.
 
-        Does nothing if the rows were written back before; the table may be closed then.
+        The next exchange that writes rows back loads them again. Does nothing if the rows were
+        written back before; the table may be closed then.
         """
         if (hot := self._hot) is not None and not hot.needs_reload:
             host_fields = self.fields(hot.names)

@@ -25,8 +25,8 @@ __all__ = ["ClaimedRows"]
 _late: list[ClaimedRows] = []
 """Rows that became garbage while a CUDA graph was captured.
 
-These rows end when the next ClaimedRows is deleted after the capture. Until then, methods of the
-table still write the rows back. At interpreter exit nothing is written back.
+The next deletion of a ClaimedRows after the capture writes these rows back and releases them. Until
+then, methods of the table still write the rows back. At interpreter exit nothing is written back.
 """
 
 
@@ -156,7 +156,8 @@ class ClaimedRows:
     def _refuse_replaced(self) -> None:
         raise RuntimeError(
             f"{self.name}: another module has claimed the rows of the same HostTable for training."
-            " Each module would miss the changes of the other. Use only the other module."
+            " Each module would miss the changes of the other. Use only one of them, and delete the"
+            " other module before you train this one."
         )
 
     @serialized

@@ -56,7 +56,7 @@ class CountedMemory(RowMemory):
             raise RuntimeError(
                 f"{self.held.name}: a CUDA graph cannot capture a lookup, because the number of"
                 " rows changes from step to step. Create the module with capacity=, the maximum"
-                " number of rows of a step, or capture only the computation after the lookup."
+                " of unique rows in a step, or capture only the computation after the lookup."
             )
 
     def begun(

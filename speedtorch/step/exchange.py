@@ -1,7 +1,8 @@
 """Exchange: writes back the rows of one step while the rows of the next step are loaded.
 
-The first lookup after `optimizer.step()` begins a step. One exchange writes the rows that only the
-last step used to the table and loads the new rows. Rows of both steps remain on the device.
+The first training lookup after `optimizer.step()` begins a step. One exchange writes the rows that
+only the last step used to the table and loads the new rows. Rows of both steps remain on the
+device.
 """
 
 from __future__ import annotations

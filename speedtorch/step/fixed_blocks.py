@@ -51,8 +51,8 @@ def rank_error(name: str, fault: int, outcome: str) -> IndexError | RuntimeError
 class FixedBlocks:
     """Blocks of `capacity` rows: the step's rows, rows to load, and rows to write back.
 
-    `rows` has the step's rows of every field, always in the same memory: the batch's rows in order,
-    then zeros, and last the padding row.
+    `rows` has the step's rows of every field: the batch's rows in order, then zeros, and last the
+    padding row, if there is one. The memory remains the same until forget() or make().
 
     Args:
         name: The module's name in errors.
@@ -328,8 +328,8 @@ class FixedBlocks:
         self._fault.zero_()
         since = f" (and those of {more} later batches)" if more else ""
         nothing = (
-            f"Its lookup{since} returned zeros. No row has changed."
-            " Other parameters were stepped, unless a fused optimizer steps them with these rows."
+            f"Its lookup{since} returned zeros. No row has changed. Optimizer steps since then"
+            " changed other parameters, except for fused optimizers that also step these rows."
         )
         if kind == TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)

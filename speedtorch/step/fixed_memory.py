@@ -1,7 +1,7 @@
 """FixedMemory: steps in blocks of a fixed size; the number of rows remains on the device.
 
 The host does not wait for the device, so a CUDA graph can capture a whole step. The device finds
-the faults of a batch: it then changes no row, and a later lookup raises the error.
+the faults of a batch: it then changes no row, and a later call raises the error.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ class FixedMemory(BlockMemory):
         held = self.held
         remedy = (
             f"{held.name}: with capacity= all lookups of a step must be announced before the first"
-            " of them, by announce() or prefetch(), or be one lookup. This lookup"
+            " of them, by announce() or prefetch(), or be one lookup. This call"
         )
         if held.captures():
-            raise RuntimeError(f"{remedy} was not, and a CUDA graph cannot check its ids.")
+            raise RuntimeError(f"{remedy} was later, and a CUDA graph cannot check its ids.")
         batch = self.planned(parts, held.now.batches[0])
         if more := batch.new_row_count:
             raise RuntimeError(f"{remedy} has {more} new rows. Nothing has changed.")
@@ -237,7 +237,7 @@ class FixedMemory(BlockMemory):
 
     @serialized
     def pause_rows(self) -> None:
-        """Makes lookups return zeros and train no row, until unpause_rows()."""
+        """Makes lookups return zeros (except padding) and train no row, until unpause_rows()."""
         held = self.held
         held.write_back()
         self.raise_faults()

@@ -68,7 +68,8 @@ class StepTracker(Protocol):
 class RowMemory(ABC):
     """The memory of a step's rows: allocated for each step, or blocks of a fixed size.
 
-    A method that returns a Step changes only memory; the caller makes that step the current one.
+    A method that returns a Step does not make it the current one. The caller does, with
+    HeldRows.take(), so that an interrupted method can be repeated.
     """
 
     takes_more: ClassVar[bool]
@@ -204,9 +205,9 @@ class RowMemory(ABC):
 class HeldRows:
     """The rows of the current step, on the device, and their transfers to and from the table.
 
-    Each method first completes the work that an exception interrupted. One thread at a time runs a
-    method: the method or its caller holds `lock`. An optimizer's step() does not hold `lock`,
-    because user hooks run within the step; other threads wait for the step in complete().
+    Methods that use the rows first complete the work that an exception interrupted. One thread at a
+    time runs a method: the method or its caller holds `lock`. An optimizer's step() does not hold
+    `lock`, because user hooks run within the step; other threads wait for the step in complete().
 
     Args:
         name: The module's name in errors.
@@ -224,7 +225,7 @@ class HeldRows:
         transfer_stream: The side stream of transfers, parallel to computation.
         joint: Exchanges these rows with the rows of a loop's other tables, or None.
         may_be_abandoned: Whether the step's lookups may be given up, unless they have a gradient.
-        process: Id of the process that made the last lookup.
+        process: Id of the process that made the last lookup, or before that this object.
     """
 
     now: Step

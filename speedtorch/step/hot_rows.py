@@ -136,8 +136,8 @@ class HotRows:
         fields: All rows of each field of the table; a slot has one row of each field.
         slots: The number of slots.
         device: The device of the slots.
-        members: Unique ids `[n]` of the only rows that have slots, from the first exchange on. By
-            default the most used rows have slots, once uses are counted.
+        members: Unique ids `[n]` of the only rows that have slots, from the first exchange on that
+            writes rows back. By default the most used rows have slots, once uses are counted.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class HotRows:
         self.device, self.slots = device, slots
         self._is_fixed = members is not None
         self.needs_reload = members is not None
-        """Whether the rows of `_ids` are in the table, for the next exchange to reload."""
+        """Whether the table has the current rows of `_ids`, for before_exchange() to load."""
         self._exchanges = self._refreshes = self._failed = self._moved = 0
         self._histogram: list[int] | None = None
         self._hits: float | None = None
@@ -179,9 +179,10 @@ class HotRows:
     # ---- between two exchanges
 
     def before_exchange(self, fields: Sequence[Tensor]) -> None:
-        """Updates the rows in the slots; `fields` are all rows of the table.
+        """Loads rows into slots after a write-back, and refreshes the slots if due.
 
-        Called before an exchange, or before the replay of a CUDA graph that contains exchanges.
+        `fields` are all rows of the table. Called before an exchange that writes rows back, or
+        before the replay of a CUDA graph that contains exchanges.
         """
         self._exchanges += 1
         is_due = self._exchanges in FIRST or self._exchanges % EVERY == 0
@@ -259,7 +260,7 @@ class HotRows:
     # ---- empty slots
 
     def write_back(self, fields: Sequence[Tensor]) -> None:
-        """Writes cached rows to the table, to be loaded again by the next exchange."""
+        """Writes cached rows to the table; before_exchange() loads them again."""
         has_row = self._slots_with_rows()
         (slots,) = torch.where(has_row)
         ids, order = self._ids[slots].sort()

@@ -1,7 +1,7 @@
 """RowWeight: the parameter of an Embedding, which represents all rows of its table.
 
-A RowWeight has the table's shape and no memory. Functions compute with the table in host memory or
-raise NotImplementedError. docs/embedding.md lists the supported operations.
+A RowWeight has the table's shape and no memory. Functions look rows up, compute with the table in
+host memory, or raise an error, mostly NotImplementedError. docs/embedding.md lists the operations.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _METADATA = _names(
     " __hash__ result_type can_cast is_tensor is_distributed is_coalesced is_inference"
     " untyped_storage register_hook register_post_accumulate_grad_hook retain_grad backward"
 )
-"""Methods that read no element."""
+"""Methods and functions that read no element."""
 _OF_GRAPH = _names("requires_grad grad_fn is_leaf shape device")
 _MEMORY = _names(
     "data_ptr storage _typed_storage storage_type set_ share_memory_ resize_ resize_as_ __dlpack__"
@@ -407,11 +407,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
         return _initialised(func, args, kwargs)
     if name in ("detach", "alias"):
         return weight._view(_meta(weight), is_compact=False)
-    if (
-        name in _MEMORY
-        or (name == "data" and access == "__set__")
-        or (name == "backward" and is_first)
-    ):
+    if name == "backward" and is_first:
+        raise _refused(weight, "backward() of", "a step trains only some rows", "loss.backward()")
+    if name in _MEMORY or (name == "data" and access == "__set__"):
         remedy = "emb.table['weight'], or a copy of it, clone()"
         reason = "its memory, shape and strides are the table's"
         raise _refused(weight, f"{name}() of", reason, remedy)

@@ -110,11 +110,11 @@ class Step(NamedTuple):
     """
 
     number: int
-    """Counts steps. Rows that a graph of an earlier step looked up are no longer in this step."""
+    """Counts steps. Rows that a graph of an earlier step looked up may be missing in this step."""
     ids: Tensor
     """Ids of the rows, ascending, without the padding's id."""
     rows: Rows
-    """The padding row is the last: each step loads it and never writes it back."""
+    """The padding row, if any, is the last: each step loads it, and no transfer writes it back."""
     places: dict[int, Tensor]
     """Row positions of a batch, by batch index, computed when a lookup first needs them."""
     seen: set[tuple[int, int]]

@@ -34,7 +34,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Bags(NamedTuple):
-    """Bags of ids whose rows are summed; bags are ordered by feature, then by sample."""
+    """Bags of ids whose rows are summed or averaged, ordered by feature, then by sample."""
 
     offsets: Tensor
     """The first id of each bag, then the number of ids: `[features * samples + 1]`."""
@@ -123,7 +123,7 @@ class TrainedRows(WholeWeight):
 
     @serialized
     def cache_report(self) -> CacheReport:
-        """Reports rows and hits of the cache; ValueError without a cache or before any load."""
+        """Reports rows and hits of the cache; ValueError without rows, a cache or a load so far."""
         if not self.shape[0]:
             raise ValueError(f"{self.name}: this rank has no rows, and so no cache to report.")
         if not isinstance(self._store, CachedStore):
@@ -141,7 +141,8 @@ class TrainedRows(WholeWeight):
         Returns positions in the shape of the ids and the step's rows `[n, ...]`, both on the
         device. The padding row is the last. Backward adds gradients of the rows to the parameter.
         With `max_norm` rows are renormalized as in torch.embedding_renorm_. Invalid ids raise
-        IndexError, and the step's rows do not change.
+        IndexError, and the step's rows do not change; with a capacity on a GPU, a later call raises
+        the error.
         """
         self._check_max_norm(max_norm)
         with self.lock:
@@ -187,7 +188,7 @@ class TrainedRows(WholeWeight):
     def summed(self, ids: Tensor, bags: Bags | None = None) -> Tensor:
         """Looks up the rows of ids, `[*ids.shape, ...]`, which join the step as in `rows_of`.
 
-        With `bags` the result is the sums of the bags: `[samples * features, ...]`.
+        With `bags` the result is the bags' sums or means: `[samples * features, ...]`.
         """
         with self.lock:
             if self.table.claim.holder is not self:  # claim() tests this, too; most steps skip it
@@ -200,7 +201,10 @@ class TrainedRows(WholeWeight):
     def borrow(
         self, ids: Tensor, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Tensor]:
-        """Reads rows for a lookup without adding them to the step; returns what `rows_of` does."""
+        """Reads rows for a lookup without adding them to the step; returns what `rows_of` does.
+
+        With `max_norm` the renormalized rows are also written to the table.
+        """
         self._check_max_norm(max_norm)
         batch = self.exchange.memory.planned([ids])
         batch.count()

@@ -45,7 +45,7 @@ class WholeWeight(ClaimedRows):
 
     @serialized
     def read(self, ids: Tensor) -> Tensor:
-        """Reads rows by id without starting a step. Rows on the device are written back first."""
+        """Reads rows by id without starting a step. The step's rows are written back first."""
         self._check_claim()
         self.exchange.held.write_back(changes=False)
         self.exchange.memory.raise_faults()
@@ -212,8 +212,8 @@ class WholeWeight(ClaimedRows):
         if not self.exchange.can_reach(number):
             raise RuntimeError(
                 f"{self.name}: backward through a lookup of an earlier step, whose rows were"
-                " written back to the table. Call backward before the first lookup after the"
-                " optimizer's step."
+                " written back to the table. Call backward before optimizer.step(), and with"
+                " capacity= also before zero_grad()."
             )
 
     def step_ids(self) -> Tensor:
@@ -320,7 +320,8 @@ class WholeWeight(ClaimedRows):
 
         Rows with a gradient that are not in the step join it. Raises RuntimeError for another shape
         or dtype. Raises NotImplementedError if rows cannot join because of a capacity, if the
-        padding row has a gradient, or if ranks share the rows.
+        padding row has a gradient, if the value is a weight, or if ranks share the rows and the
+        value is not zeros_like() of a weight.
         """
         with self.lock:
             if self.exchange.stepping.call is not None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 TOO_MANY = "Embedding: a step has 5 unique rows, but capacity=4"
 NEW_ROWS = (
     "with capacity= all lookups of a step must be announced before the first of them, by"
-    r" announce\(\) or prefetch\(\), or be one lookup. This lookup has 1 new rows. Nothing has"
+    r" announce\(\) or prefetch\(\), or be one lookup. This call has 1 new rows. Nothing has"
 )
 
 
@@ -359,8 +359,8 @@ def test_the_error_says_what_happened_to_the_batch(faulty: Faulty) -> None:
         faulty().emb.flush()
     assert str(error.value) == (
         f"{TOO_MANY}. Use smaller batches or a larger capacity. Its lookup returned zeros. No row"
-        " has changed. Other parameters were stepped, unless a fused optimizer steps them with"
-        " these rows."
+        " has changed. Optimizer steps since then changed other parameters, except for fused"
+        " optimizers that also step these rows."
     )
 
 

@@ -658,9 +658,9 @@ ERRORS: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: one(name=""), f"{NO_NAME} ''"),
         (lambda: one(name="a.b"), f"{NO_NAME} 'a.b'"),
         (lambda: one(name=3), f"{NO_NAME} 3"),  # type: ignore[arg-type]
-        (lambda: one(rows=0), "a: num_embeddings must be 1 or more, got 0"),
-        (lambda: one(rows=1.5), "a: num_embeddings must be 1 or more, got 1.5"),  # type: ignore[arg-type]
-        (lambda: one(columns=-1), "a: embedding_dim must be 1 or more, got -1"),
+        (lambda: one(rows=0), "a: num_embeddings must be an int of 1 or more, got 0"),
+        (lambda: one(rows=1.5), "a: num_embeddings must be an int of 1 or more, got 1.5"),  # type: ignore[arg-type]
+        (lambda: one(columns=-1), "a: embedding_dim must be an int of 1 or more, got -1"),
         (
             lambda: one(data_type=torch.int8),
             "a: data_type must be one of .*, got torch.int8",

@@ -467,6 +467,8 @@ def test_what_a_tensor_of_all_rows_becomes_changes_no_table() -> None:
         for change in (lambda: module.weight.cpu().unsqueeze_(0), module.weight.data.t_):
             with pytest.raises(NotImplementedError, match="memory, shape and strides"):
                 change()
+    with pytest.raises(NotImplementedError, match=r"backward\(\) of its weight .* only some rows"):
+        module.weight.backward()
     module.weight.detach().cpu().requires_grad_()
     sgd = optim.SGD(module.parameters(), lr=1.0)
     module(torch.tensor([1])).sum().backward()
