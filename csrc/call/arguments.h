@@ -3,7 +3,8 @@
 //   1. kinds: the constructor (dense, on the CPU or a GPU, a supported dtype, storage with
 //      memory); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()
-//   3. owner: no managed memory of the process that forked this one        check_memory()
+//   3. access: no managed memory of the process that forked this one, and
+//      no write to memory that is pinned read-only                         check_memory()
 //   4. how a GPU accesses host memory                                      gpu_access()
 //   5. ids on the CPU, and plans there (those on a GPU are checked by the kernels)
 //   6. marking as written, last, so that a throw leaves autograd unchanged  mark_written()

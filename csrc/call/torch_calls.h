@@ -25,8 +25,9 @@ Tensor new_pinned(const char* op, const std::vector<int64_t>& shape, const Tenso
 
 // Copies to the CPU. Waits for the GPU if `tensor` is on one.
 Tensor copy_to_cpu(const char* op, const Tensor& tensor);
-// Copies ids from the CPU to the device of `on` without waiting. The source may change as soon as
-// this returns.
+// Copies ids from the CPU to the device of `on`, and throws while a CUDA graph is captured. The
+// source may change as soon as this returns, because the driver stages ids in pageable memory and
+// this function clones others.
 Tensor ids_to_device(const char* op, const Ids& ids, const Tensor& on, const CurrentStream& stream);
 // Copies `from` to `to`. Without `wait`, the caller must keep a source from new_pinned unchanged
 // until the copy is done.

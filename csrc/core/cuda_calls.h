@@ -25,7 +25,7 @@ int unmap_memory(void* base, size_t bytes, unsigned long long memory);
 // The values equal cudaMemoryType.
 enum class PointerKind : int { kPageable = 0, kHost = 1, kDevice = 2, kManaged = 3 };
 
-// Every call in a build without CUDA: returns cudaErrorNoDevice and writes nothing.
+// A call in a build without CUDA: returns cudaErrorNoDevice and writes nothing.
 template <typename... Arguments>
 int no_device(Arguments...) {
   return 100;
@@ -65,7 +65,8 @@ struct CudaCalls {
   int (*event_destroy)(void* event) = no_device;
   int (*stream_create)(void** stream) = no_device;
   int (*stream_is_capturing)(void* stream, int* capturing) = no_device;
-  // A number that no other stream of the device ever gets; new streams reuse handles.
+  // A number that no other stream of the device ever gets; new streams reuse handles. Before CUDA
+  // 12, streams have no such number, and this is the handle.
   int (*stream_id)(void* stream, unsigned long long* id) = no_device;
   int (*relax_capture)(int* mode) = no_device;
   // Calls gone(data) after the graph that the stream captures, and every graph made from it, is

@@ -9,10 +9,10 @@ namespace speedtorch {
 enum class IdError : int32_t {
   kOutOfRange = 1,
   kRepeated = 2,
-  kForeignPlan = 3,
+  kForeignPlan = 3,   // `id` is the number of rows that the plan was made for
   kUnordered = 4,     // ids with places must ascend
   kBadPlace = 5,      // `id` is a place, which must be below `rows`
-  kOtherDistinct = 6  // `id` is the plan's number, `rows` the call's
+  kOtherDistinct = 6  // `id` is the plan's number of unique ids, `rows` the caller's
 };
 
 // The op and the id list of an error. Kernels write these values to memory.

@@ -1,5 +1,5 @@
-// This process: its id, whether it exits, and Python's global interpreter lock. Called by
-// csrc/memory and csrc/core. Works without Python.
+// This process: its id, whether it exits, and Python's global interpreter lock. Works without
+// Python.
 #pragma once
 
 #include <sys/types.h>

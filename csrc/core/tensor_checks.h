@@ -66,8 +66,8 @@ Rows as_rows_like(const char* op, const char* name, const Tensor& tensor, const 
                   const Tensor& like, const char* on_name, const Tensor& on);
 // Throws unless the ids are int32 or int64, and their number is at most 2^31 - 1.
 void check_ids_kind(const char* op, const char* name, const Tensor& index);
-// Views ids whose kind is checked. Copies ids that are not contiguous, so call check_memory()
-// first.
+// Views ids whose kind is checked. Copies ids that are not contiguous or not aligned, so call
+// check_memory() first.
 Ids as_ids(const Tensor& index);
 
 void check_shape(const char* op, const char* name, const Tensor& tensor,
@@ -90,7 +90,8 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 void check_same_device(const char* op, const char* name, const Tensor& tensor,
                        const char* compute_name, const Tensor& compute);
 
-// The error in a batch's ids, found on the CPU or on the GPU. `list` names the argument.
+// The error in a batch's ids, found on the CPU or on the GPU. `list` names the argument. IdError
+// says what `rows` and `id` are if they are not as below.
 struct BadIds {
   IdError kind = IdError::kOutOfRange;
   const char* op = "";
@@ -102,8 +103,8 @@ struct BadIds {
   int64_t count = 0;  // total number of ids
 };
 
-// Throws IndexError with all of this in one sentence, or ValueError for a wrong number of distinct
-// ids.
+// Throws std::out_of_range (IndexError in Python), or for kOtherDistinct std::invalid_argument
+// (ValueError).
 [[noreturn]] void throw_bad_ids(const BadIds& bad);
 // Throws for a bad id among ids on the CPU.
 void check_ids_on_cpu(const char* op, const char* list, const Ids& ids, int64_t rows);

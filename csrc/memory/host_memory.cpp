@@ -378,7 +378,7 @@ Access access_to_foreign(const char* op, const Rows& rows) {
                                                                  : Access::kMapped;
 }
 
-// Maps a whole block of managed memory on a GPU, permanently.
+// Maps a whole block of managed memory on a GPU until the block is freed.
 int map_managed(void* base, int64_t bytes, int device) {
   const RelaxedCapture while_capturing;
   return cuda_calls().advise_accessed_by(base, static_cast<size_t>(bytes), device);

@@ -3,10 +3,11 @@
 // memory itself are in host_memory.cpp.
 //
 // Guarantees: a block has the requested size (rounded to pages). If the machine lacks memory, the
-// error names the numbers, before the first page or as soon as other processes take the rest. A
-// failed call leaves nothing allocated. Memory is freed after the GPU work that used it, and
-// unregistered before it is unmapped. A captured CUDA graph that may use memory keeps it until
-// let_captured_go(). No CUDA call is made during process exit.
+// error names the numbers, before the first page or as soon as other processes take the rest (if
+// `check_memory` is set). A failed call leaves nothing allocated. Memory is freed after the GPU
+// work that used it, and unregistered before it is unmapped. A captured CUDA graph that may use
+// memory keeps it until let_captured_go() or, if its tensor is freed, let_orphans_go(). No CUDA
+// call is made during process exit.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +48,7 @@ void check_access(const char* op, const std::function<std::string()>& name, cons
 Access gpu_access(const char* op, const Tensor& table, const Rows& rows,
                   std::optional<int> used_by);
 // Notes that work just queued on `stream` uses the table. The memory is kept until that work is
-// done, or, if the stream captures, until let_captured_go().
+// done, or, if the stream captures, until let_captured_go() or let_orphans_go().
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream);
 // A use of a table by work that is being queued on `stream`. Call note() after the last launch. If
 // a launch fails, the destructor notes the work queued so far.

@@ -200,7 +200,7 @@ CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentS
 
 int link_sms(const CurrentStream& stream) {
   const int64_t most = num_sms();
-  if (most <= kDefaultSms) return static_cast<int>(most);  // every GPU has as many
+  if (most <= kDefaultSms) return static_cast<int>(most);  // more blocks than that do no harm
   return static_cast<int>(std::min<int64_t>(most, stream.multiprocessors()));
 }
 

@@ -1,7 +1,7 @@
-// Chooses the path of an op by the cost of each path, from measured times per row. The functions
-// are pure functions of a batch's shape, so that explain() reports exactly what an op will do, and
-// tests need no GPU. Called by the ops that move rows; cost_model.cpp also has the ops with which
-// Python queries and sets the choice.
+// Chooses the path of an op by the cost of each path, from measured times per row. The path depends
+// only on a batch's shape and on the process's settings (set_costs, force_path), so that explain()
+// reports exactly what an op will do, and tests need no GPU. Called by the ops that move rows;
+// cost_model.cpp also has the ops with which Python queries and sets the choice.
 #pragma once
 
 #include <cstdint>
@@ -51,8 +51,8 @@ Path path_for(const char* op, const Batch& batch);
 // The kernel for rows between a table and `other` rows on the GPU.
 CopyKernel copy_kernel_for(const Batch& batch, const Rows& other, const CurrentStream& stream);
 constexpr CopyKernel gpu_copy_kernel() { return {false, kDeviceBlocks}; }
-// The number of multiprocessors that kernels over the link may fill on this GPU, and of blocks of a
-// swap.
+// The number of multiprocessors of this GPU that kernels over the link may fill. swap_sms: for
+// swaps, which move rows in both directions.
 int link_sms(const CurrentStream& stream);
 int swap_sms(const CurrentStream& stream);
 

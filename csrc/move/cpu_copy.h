@@ -1,8 +1,8 @@
 // Moves rows on the CPU by lists of checked ids, on torch's threads. Called by the ops' CPU paths.
-// Memory latency dominates the cost of a random row, so every loop prefetches rows several ids
-// ahead. Each written row belongs to one thread, which makes repeated ids deterministic without
-// locks. The caller has checked ids and widths (no row is empty), and that the table overlaps
-// neither `out` nor `src`.
+// Memory latency dominates the cost of a random row, so loops that read random rows prefetch
+// them several ids ahead. Each written row belongs to one thread, which makes repeated ids
+// deterministic without locks. The caller has checked ids and widths (no row is empty), and that
+// the table overlaps neither `out` nor `src`.
 #pragma once
 
 #include "core/tensor_checks.h"

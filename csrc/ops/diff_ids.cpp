@@ -1,6 +1,6 @@
 // diff_ids: lists the rows to load, keep and evict when a batch with a capacity replaces held rows.
-// A batch that does not fit is recorded on the device, so that nothing waits. This file has the
-// checks and the CPU loops; the GPU kernels are in diff_ids.cu.
+// A batch that does not fit is recorded in `halt` and `fault`, so that no host waits. This file has
+// the checks and the CPU loops; the GPU kernels are in diff_ids.cu.
 
 #include <algorithm>
 #include <limits>

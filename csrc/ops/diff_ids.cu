@@ -1,5 +1,6 @@
 // Kernels that compare two ascending lists of ids. Called by diff_ids.cpp. All data is in GPU
-// memory. Each id costs a binary search in the other list, and each id to keep another one.
+// memory, except for the fault, which may be in mapped host memory. Each id costs a binary search
+// in the other list, and each id to keep another one.
 
 #include <cuda_runtime.h>
 

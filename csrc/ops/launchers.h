@@ -106,8 +106,8 @@ struct SwapScratch {
 int launch_swap_match(const PlanView& evict, const PlanView& load, const PlacedLists* placed,
                       int64_t rows, const SwapScratch& scratch, ErrorRecord* record, void* stream);
 // Moves at most kFieldsPerLaunch fields; `host` is the first table's field. With `tables`, moves
-// only rows of these tables; `rows` counts the rows of all tables. A bad id in either list: moves
-// nothing.
+// only rows of these tables; `rows` counts the rows of all tables. If the status of either list
+// reports an error, moves nothing.
 int launch_swap(const SwapField* fields, int field_count, const SwapTables* tables, int64_t rows,
                 const PlanView& evict, const PlanView& load, const SwapScratch& scratch,
                 int max_blocks, ErrorRecord* record, void* stream);
@@ -138,8 +138,8 @@ struct SwapPart {
   SwapLists lists;
 };
 
-// Moves the rows of both parts in one launch, with few blocks for `host`. Defined in
-// optimizer_state_swap.cu.
+// Moves the rows of both parts at the same time, with few blocks for `host`. One launch moves all
+// fields with the same access type. Defined in optimizer_state_swap.cu.
 int launch_swap_parts(const SwapPart& host, const SwapPart& cached, int field_count,
                       int max_host_blocks, ErrorRecord* record, void* stream);
 // Splits lists that launch_swap_match has matched. `host` moves rows of the table. `cached` moves
@@ -326,7 +326,7 @@ struct MergedIds {
   int64_t more_count;
   int64_t padding_rows;  // 0 or 1: a last row without an id
   int64_t* ids;          // [all()]
-  int64_t* held_places;  // [held_count + others]
+  int64_t* held_places;  // [held_count + padding_rows]
   int64_t* more_places;  // [more_count]
 
   constexpr int64_t all() const { return held_count + more_count; }
@@ -364,7 +364,7 @@ struct IdDiff {
 // another size. The values are part of the contract with readers of a Fault.
 enum class Misfit : int64_t { kNone = 0, kBadIds = 1, kTooMany = 2, kForeignPlan = 3 };
 
-// Why the first batch did not fit. `kind` is a Misfit, written last.
+// The first batch that did not fit, and why. `kind` is a Misfit, written last.
 struct Fault {
   int64_t kind;
   int64_t distinct;  // rows that the batch names, without the padding row

@@ -24,8 +24,8 @@ namespace {
 constexpr size_t kLoaded = 6;
 
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of
-// `leaving` are written to the ids `evict`. With `evicts` false, these rows are only the newest
-// copies and are not written.
+// `leaving` are the newest copies of the ids `evict`. These rows are written to the host, except
+// for rows in both lists; with `evicts` false, none is written.
 Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evict,
                   const Tensor& load, bool evicts) {
   constexpr const char* kOp = "load_rows";

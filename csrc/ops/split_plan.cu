@@ -9,9 +9,9 @@
 namespace speedtorch {
 namespace {
 
-// A thread owns tables, then entries of the plan, a grid stride apart. A plan with bad ids, or
-// offsets that do not ascend, yields arbitrary numbers, but every status then reports bad ids or a
-// wrong count.
+// A thread owns tables, then entries of the plan, a grid stride apart. A plan with bad ids yields
+// arbitrary numbers, and every status then reports bad ids. Offsets that do not ascend yield
+// arbitrary numbers, without an access out of bounds.
 __global__ void split_plan_kernel(SplitPlan work) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

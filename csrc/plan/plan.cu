@@ -1,7 +1,7 @@
 // Plans ids on the GPU: counts ids out of range, sorts pairs (id, position) by id, and numbers the
-// distinct ids. Called by plan.cpp. Each id is read once or twice from GPU memory; nothing crosses
-// the link. Ids out of range leave garbage in the plan but cause no access out of bounds. Kernels
-// that move rows read the status and change nothing.
+// distinct ids. Called by plan.cpp. The sort reads and writes keys in GPU memory several times;
+// nothing crosses the link. Ids out of range leave garbage in the plan but cause no access out of
+// bounds. Kernels that move rows read the status and then move none.
 
 #include <cuda_runtime.h>
 

@@ -1,4 +1,4 @@
-// Plans a batch of some thousand ids in one launch, where plan.cu needs a dozen. Called by plan.cu.
+// Plans a batch of up to 131,072 ids in one launch, where plan.cu needs a dozen. Called by plan.cu.
 // Pointers are GPU memory; the launchers return a cudaError_t as int.
 #pragma once
 

@@ -146,8 +146,8 @@ void free_lock(PyObject* self) {
   free_object(self);
 }
 
-// Several locks that a thread acquires together. While py_enter_all() waits for one lock, the
-// thread owns none of the others. Threads that own no further lock therefore cannot deadlock.
+// Several locks that a thread acquires together. While py_enter_all() waits for one lock, it has
+// acquired none of the others. Threads that own no row lock before therefore cannot deadlock.
 struct RowLocks {
   PyObject object;
   PyObject* locks;  // a tuple of RowLock

@@ -1,9 +1,10 @@
 """The registered ops as Python functions, their fake kernels and gradients.
 
 Importing the library `speedtorch._C` registers `torch.ops.speedtorch.*`. These functions are those
-ops with defaults and keywords. Public ops run on torch's current stream without synchronization,
-unless a table is in pageable memory and the other tensors are on a GPU. Ids on the CPU are checked
-before any row moves. `synchronize` documents the check of ids on a GPU.
+ops with defaults and keywords. Public ops run on torch's current stream. The host waits for a GPU
+only in synchronize(), in sum_rows() without `distinct`, and if an op on a GPU uses a table in
+pageable memory. Ids on the CPU are checked before any row moves. `synchronize` documents the check
+of ids on a GPU.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ def _why_not(error: ImportError) -> str:
     if installed := [folder for folder in folders if [*folder.glob("_C*.so")]]:
         return (
             f"Python imports the folder {package}, which has no built library, instead of the"
-            f" installed {installed[0]}. Start Python in a folder other than {package.parent}"
+            f" installed {installed[0]}. Start Python in a folder other than {package.parent}, and"
+            " remove that folder from PYTHONPATH"
         )
     return (
-        f"the library is not built in {package}. Run `make setup` there, or"
+        f"the library is not built in {package}. In {package.parent}, run `make setup`, or run"
         " `pip install --no-build-isolation .` and start Python in another folder"
     )
 
@@ -121,8 +123,8 @@ atexit.register(_ops.stop)
 def not_ids(name: str, given: object) -> TypeError:
     """The error for a non-tensor argument in place of ids."""
     return TypeError(
-        f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}; torch.as_tensor"
-        " makes one of a list or an array"
+        f"{name}: expected an int32 or int64 tensor, got {type(given).__name__}. Convert a list or"
+        " an array of integers with torch.as_tensor(ids, dtype=torch.int64)"
     )
 
 
@@ -139,14 +141,14 @@ def plan_rows(index: Tensor, rows: int) -> list[Tensor]:
         them). `inverse` [n] is the entry of `unique` for each position. `order` [n] lists the
         positions sorted by id, equal ids in index order. Positions
         `order[offsets[k]:offsets[k + 1]]` have the id `unique[k]` (`offsets` [n + 1]). `status` [8]
-        begins with the number of ids out of range, the first such position (n if none) and its id.
-        Then follow u, rows and n. The last two are the first position whose id also occurs earlier
-        (n if none), and its id.
+        begins with the number of ids out of range, the first such position (n if none) and its id
+        (0 if none). Then follow u, rows and n. The last two are the first position whose id also
+        occurs earlier (n if none), and its id (0 if none).
 
     Raises:
         IndexError: An id on the CPU is not in [0, rows). For ids on a GPU, the op that uses the
             plan reports the error.
-        ValueError: `index` is not int32 or int64, or has 2^31 ids or more.
+        ValueError: `index` is not int32 or int64 or has 2^31 ids or more, or `rows` is negative.
 
     Example:
         >>> unique, inverse, order, offsets, status = plan_rows(torch.tensor([7, 2, 7]), rows=10)
@@ -163,15 +165,15 @@ plan_batch: Callable[..., list[Tensor]] = _ops.plan_batch
 """Plans a batch for a step: `(index, rows, padding, capacity, held, held_status)`.
 
 Returns the five tensors of plan_rows. The row `padding` (-1: none) is not trained and is not a
-unique id. `unique` `[n + 1]` lists it after the unique ids, and its position is their number. With
-a `capacity` (-1: none) the padding's position is the capacity, and ids that do not fit share the
-last position.
+unique id. With a padding, `unique` is `[n + 1]` and lists the padding after the unique ids;
+`inverse` has the number of unique ids at the padding's positions. With a `capacity` (-1: none),
+`inverse` has the capacity there, and ids that do not fit share the place `capacity - 1`.
 
-`held` are the ascending ids of the step before. Only as many entries count as the plan status
-`held_status` says; if that is empty, all count. Three pairs then follow the plan. Rows to load: ids
-and positions, including the padding's. Rows to keep: new and old positions. Rows to evict: ids and
-old positions. `status` is `[12]` and ends with the numbers of rows named, kept, loaded and evicted.
-For ids on the CPU the last tensor is a copy of the ids.
+`held` are the ascending ids of the step before. The plan status `held_status` has the number of
+valid entries of `held`; if that status is empty, all entries are valid. With `held`, three pairs
+follow the plan. Rows to load: ids and places, including the padding's. Rows to keep: new and old
+places. Rows to evict: ids and old places. `status` is then `[12]` and ends with the numbers of rows
+named, kept, loaded and evicted. For ids on the CPU the last tensor is a copy of the ids.
 """
 
 
@@ -187,15 +189,15 @@ plan's status (-1: no copy).
 def pinned_gather(
     table: Tensor, index: Tensor, *, out: Tensor | None = None, plan: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Copies rows of a host table to the device of the ids: `result[i] = table[index[i]]`.
+    """Copies rows of a table to the device of the ids, or to `out`: `result[i] = table[index[i]]`.
 
-    Rows are copied as bytes; a copy from pageable memory to a GPU is staged. Differentiable with
-    respect to `table`: the gradient is a sparse COO tensor on the table's device. With `out`,
-    autograd records nothing.
+    Rows are copied as bytes; a copy from pageable memory to a GPU is staged. Without `out`, the
+    result is differentiable with respect to `table`: the gradient is a sparse COO tensor on the
+    table's device.
 
     Args:
-        table: `[rows, ...]` on the CPU, or on the GPU of the result. Any dtype and row stride; each
-            row is contiguous.
+        table: `[rows, ...]` on the CPU, or on the GPU of the result. Any row stride, and any dtype
+            except quantized ones; each row is contiguous.
         index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
         out: Contiguous output tensor `[*index.shape, *table.shape[1:]]`. With ids on the CPU and
             `out` on a GPU, the rows are copied to that GPU.
@@ -206,10 +208,11 @@ def pinned_gather(
 
     Raises:
         IndexError: An id is not in [0, rows); see `synchronize` for ids on a GPU.
-        ValueError: A shape, dtype, device or stride does not fit.
+        ValueError: A shape, dtype, device or stride does not fit, or `out` overlaps another tensor.
         NotImplementedError: The table has a forward-mode tangent, or `out` is given and a tensor
-            requires grad.
-        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
+            requires grad outside of torch.no_grad().
+        RuntimeError: CUDA failed, or a CUDA graph is captured and a staged copy is needed or ids on
+            the CPU are used on a GPU.
 
     Example:
         >>> table = torch.arange(12.0).reshape(4, 3)
@@ -272,8 +275,12 @@ def pinned_scatter(
     Raises:
         IndexError: An id is not in [0, rows); no row has changed. See `synchronize` for ids on a
             GPU.
-        ValueError: A shape, dtype, device or stride does not fit, or the dtype has no addition.
-        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
+        ValueError: A shape, dtype, device or stride does not fit, tensors overlap, the table is a
+            pinned read-only mapping of a file, or the dtype has no addition.
+        NotImplementedError: A tensor requires grad outside of torch.no_grad(), or has a
+            forward-mode tangent.
+        RuntimeError: CUDA failed, or a CUDA graph is captured and a staged copy is needed or ids on
+            the CPU are used on a GPU.
 
     Example:
         >>> table = torch.zeros(3, 2)
@@ -300,7 +307,10 @@ def pinned_copy(dst: Tensor, src: Tensor) -> None:
         src: The same shape and dtype.
 
     Raises:
-        ValueError: Shapes, dtypes or strides do not fit, the tensors overlap, or dst is read-only.
+        ValueError: Shapes, dtypes or strides do not fit, the tensors overlap, or dst is a pinned
+            read-only mapping of a file.
+        NotImplementedError: A tensor requires grad outside of torch.no_grad(), or has a
+            forward-mode tangent.
         RuntimeError: CUDA failed, or memory is pageable during the capture of a CUDA graph.
 
     Example:
@@ -325,17 +335,18 @@ exchange_rows: Callable[..., None] = _ops.exchange_rows
 Without places (None), entry i of a list belongs to row i of its tensors. On a GPU only an entry
 that is out of range is skipped. Optional arguments follow. `tables`: `host` lists the fields of so
 many tables, one after another, and ids number the rows of all of them. `evict_count` and
-`load_count`, `[1]` on the device: only the first entries of each list are moved. Then a row in both
-lists is also written to host.
+`load_count`, `[1]` on the device: only so many first entries of each list are moved. With these
+counts, a row in both lists is also written to host.
 """
 
 
 load_rows: Callable[..., list[Tensor]] = _ops.load_rows
 """Loads rows into new memory and evicts others: `(host, leaving, evict, load, evicts=True)`.
 
-The first rows of every field of `leaving` are written to the rows `evict` of host, unless `evicts`
-is false. Rows in both lists are always copied from leaving. Returns the rows `load`, field by
-field, in the dtypes and on the device of leaving. Both id lists ascend.
+The first rows of every field of `leaving` belong to the ids `evict`, and are written to host unless
+`evicts` is false. A row in both lists is copied from leaving and not written to host. Returns the
+rows `load`, field by field, in the dtypes and on the device of leaving. Both id lists ascend; only
+the last id to load may be out of order.
 """
 
 
@@ -383,7 +394,7 @@ duplicates. Record r begins at byte r times the bytes of a record.
 
 
 resident_close: Callable[[int], None] = _ops.resident_close
-"""Forgets a handle and releases its slots."""
+"""Forgets a handle and releases its slots. Does not write changed records to the file."""
 
 
 resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slots
@@ -391,9 +402,9 @@ resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slo
 
 The first `changing` rows, which then count as changed, form one list and the other rows another.
 Returns the slots of each list in ascending order, and the positions of their rows in the list. The
-third tensor has the errno and the row of a failed file call, or 0. Before a slot is reused for
-another row, a changed row in it is written to the file. Rows keep their slots until
-resident_release(handle, lease).
+third tensor has the errno and the row of a failed file call, EBUSY if too few slots are free, or 0
+as errno. Before a slot is reused for another row, a changed row in it is written to the file. Rows
+keep their slots until resident_release(handle, lease).
 """
 
 
@@ -411,8 +422,8 @@ resident_release: Callable[[int, int], None] = _ops.resident_release
 resident_write: Callable[..., Tensor] = _ops.resident_write
 """Writes changed records to the file: `(handle, rows, forgets)`; of all rows if rows is None.
 
-With `forgets` all slots without a lease are then empty. Returns the errno and the row of a call
-that failed, or 0.
+With `forgets` all slots without a lease are then empty, unless a file call failed. Returns the
+errno and the row of a failed file call, or 0 as errno.
 """
 
 
@@ -430,8 +441,9 @@ The handle is the number() of a NumbersHandle, which reads the copy.
 round_rows: Callable[..., None] = _ops.round_rows
 """Rounds float32 rows to values that 16 bits store: `(rows, ids, key, exponent_bits, at_random)`.
 
-Rounds the first `len(ids)` rows of each field. A field's exponent bits are 8 (bfloat16), 5
-(float16) or 0 (not rounded). `key` is int64 `[2]`: the seed, and the step, which the op increments.
+Rounds the first `len(ids)` rows of each field, except rows whose id is negative or 2^63 - 1. A
+field's exponent bits are 8 (bfloat16), 5 (float16) or 0 (not rounded). `key` is int64 `[2]`: the
+seed, and the step, which the op increments.
 """
 
 
@@ -456,11 +468,11 @@ places of `ids` in `held`, and the appended ids.
 def carry_rows(
     rows: Sequence[Tensor], places: Tensor, source: Sequence[Tensor], source_places: Tensor
 ) -> None:
-    """Copies `rows[k][places] = source[k][source_places]` for all fields in one launch.
+    """Copies `rows[k][places] = source[k][source_places]` for all fields.
 
     `places` ascend. Both sides are different memory of one device.
     """
-    if len(rows) == 1:  # torch needs two launches and no checks
+    if len(rows) == 1:  # two launches of torch, without the checks of exchange_rows
         rows[0].index_copy_(0, places, source[0].index_select(0, source_places))
         return
     no_rows, no_ids = [field[:0] for field in rows], places[:0]
@@ -493,19 +505,23 @@ def optimizer_state_swap(
         arriving: For each field a contiguous tensor `[m, ...]`, m at least `len(load)`; further
             rows do not change.
         load: Unique int32 or int64 ids of the rows to load.
-        evict_plan: Result of `plan_rows(evict, rows)`.
-        load_plan: Result of `plan_rows(load, rows)`.
+        evict_plan: Result of `plan_rows(evict, rows)`, on the device of `arriving`.
+        load_plan: Result of `plan_rows(load, rows)`, on the device of `arriving`.
         evict_places: int64 `[len(evict)]`, with `load_places`: row i of evict is
             `leaving[k][evict_places[i]]`, and leaving may have any number of rows. Both id lists
-            must then be ascending int64 ids on the device of `arriving`, and need no plan.
+            must then be ascending int64 ids on the device of `arriving`, without plans.
         load_places: int64 `[len(load)]`, unique: row i of load is copied to
             `arriving[k][load_places[i]]`.
 
     Raises:
-        IndexError: An id is not in [0, rows) or occurs twice in its list, or a place is out of
-            range; no row has changed.
-        ValueError: Lists, shapes, dtypes, devices or strides do not fit, or tensors overlap.
-        RuntimeError: CUDA failed, or a staged copy is needed during the capture of a CUDA graph.
+        IndexError: An id is not in [0, rows) or occurs twice in its list, ids with places do not
+            ascend, or a place is out of range. No row has changed. See `synchronize` for a GPU.
+        ValueError: Lists, shapes, dtypes, devices or strides do not fit, tensors overlap, or a host
+            field is a pinned read-only mapping of a file.
+        NotImplementedError: A tensor requires grad outside of torch.no_grad(), or has a
+            forward-mode tangent.
+        RuntimeError: CUDA failed, or a CUDA graph is captured and a staged copy is needed or ids on
+            the CPU are used on a GPU.
 
     Example:
         >>> weight = torch.arange(4.0).reshape(4, 1)
@@ -576,8 +592,13 @@ def sum_rows(
         `[distinct, ...]`: the sum of the rows of each entry of the plan's `unique`.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, the batch has too few ids, or an entry of
-            source on the CPU is out of range.
+        IndexError: The plan was made for a table with another number of rows. For a plan on a GPU,
+            the result is zeros and a later call raises, see `synchronize`.
+        ValueError: A shape, dtype or device does not fit, the batch has too few ids, `distinct` is
+            not the number of unique ids (raised later for a plan on a GPU), or an entry of source
+            on the CPU is out of range.
+        NotImplementedError: `rows` requires grad outside of torch.no_grad(), or has a forward-mode
+            tangent.
 
     Example:
         >>> plan = plan_rows(torch.tensor([7, 2, 7]), 10)
@@ -660,6 +681,8 @@ def pool_rows(
     Raises:
         ValueError: A shape, dtype or device does not fit, the number of bags is not a multiple of
             `features`, or places or offsets on the CPU are invalid.
+        NotImplementedError: `rows` requires grad outside of torch.no_grad(), or has a forward-mode
+            tangent.
 
     Example:
         >>> rows, offsets = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 2, 2, 3, 4])
@@ -671,19 +694,20 @@ def pool_rows(
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Waits for the GPU's queued work and reports bad ids that the GPU found.
+    """Waits for a GPU's queued work and reports bad ids that the GPU found.
 
-    An op that finds a bad id moves no row, and a gather returns zeros. The first later call that
-    sees the error raises, at the latest this one. After this call the CPU sees every row that ops
-    have written.
+    A public op that finds a bad id on a GPU moves no row; its result is zeros. The first later op
+    that sees the error raises, at the latest synchronize() for this GPU. After this call the CPU
+    sees every row that ops on this GPU have written.
 
     Args:
         device: The GPU to wait for, by default the current one; no wait if it is the CPU.
 
     Raises:
-        IndexError: An op since the last report received an id out of range, or a duplicate id where
-            ids must be unique.
-        RuntimeError: A step of an Embedding has named more rows than its capacity.
+        IndexError: Since the last report, an op on a GPU received an id out of range, a duplicate
+            id where ids must be unique, or a plan of a table with another number of rows.
+        ValueError: `distinct` of a sum_rows() on a GPU was not the number of unique ids.
+        RuntimeError: A step of an Embedding has named more rows than its capacity, or CUDA failed.
 
     Example:
         >>> synchronize()
@@ -805,7 +829,7 @@ _OF_THE_PROCESS = (
 )
 
 
-# These ops plan and move the rows of a step, which no graph contains.
+# These ops plan and move the rows of a step. No compiled or exported graph contains them.
 _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
@@ -815,14 +839,15 @@ _OF_STEPS = (
 
 
 def _raise_in_graphs(name: str) -> Callable[..., Any]:
-    """Returns a fake kernel that raises, because no graph can contain the op."""
+    """Returns a fake kernel that raises: no compiled or exported graph can contain the op."""
     does = "is part of a step" if name in _OF_STEPS else "queries or changes the process"
 
     def fail(*args: object, **kwargs: object) -> Any:
         """Raises at the trace instead of recording the op."""
         raise NotImplementedError(
             f"torch.ops.speedtorch.{name} {does} and cannot be in a compiled or exported graph."
-            " Call it outside of the graph, or in a function under torch.compiler.disable"
+            " Call it outside of the graph, or with torch.compile in a function under"
+            " torch.compiler.disable"
         )
 
     return fail
@@ -855,8 +880,8 @@ def _check_tangents(name: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors
     ):
         raise NotImplementedError(
-            f"{name}: forward-mode gradients are not supported. Use reverse mode, or"
-            " torch.nn.functional.embedding"
+            f"{name}: forward-mode gradients are not supported. Use reverse mode or"
+            " torch.nn.functional.embedding for a lookup, and tensor.detach() for other ops"
         )
 
 
