@@ -28,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. 0: success. 1: a demonstration's comparison found a difference, `calibrate`
-        cannot measure this machine, `doctor` found something wrong, `replay` found other results,
-        or the reader of the output has closed it. 2: wrong use.
+        cannot measure this machine, `doctor` found something wrong, `replay` found other results or
+        cannot read the file, or the reader of the output has closed it. 2: wrong use, or `demo`
+        outside of a checkout.
     """
     try:
         status = _run(arguments)

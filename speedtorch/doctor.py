@@ -1,7 +1,8 @@
 """The command `speedtorch doctor`: checks this machine for speedtorch's requirements.
 
 Each check is a function that receives the values to judge as arguments and returns a Finding.
-`checks` reads those values from this machine. An exception in a check also becomes a finding.
+`checks` reads those values from this machine; check_memory and check_folder also measure. An
+exception in a check becomes a finding, too.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def check_gpus(facts: Info) -> Finding:
         return Finding("ok", f"{names}; driver {facts.driver or 'version unknown'}")
     if facts.driver is None:
         return Finding("ok", "none; speedtorch runs on the CPU")
-    advice = "check CUDA_VISIBLE_DEVICES, and that the container was started with its GPUs"
+    advice = (
+        "check CUDA_VISIBLE_DEVICES, that the container was started with its GPUs, and that the"
+        " driver supports torch's CUDA version"
+    )
     if facts.cuda is None:
         advice = "install a torch that is built with CUDA"
     return Finding("note", f"driver {facts.driver} is installed, torch sees no GPU", advice)

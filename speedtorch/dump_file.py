@@ -1,7 +1,7 @@
 """Files of `SPEEDTORCH_LOG=dump`: safetensors files with two byte arrays, and without code.
 
 `calls` is JSON with the operators, their inputs and digests. `storages` contains the storages of
-all inputs, one after another; inputs that share memory are views of one storage.
+all inputs, one after another; inputs of a call that share memory are views of one storage.
 """
 
 from __future__ import annotations

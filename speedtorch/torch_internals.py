@@ -394,7 +394,7 @@ def prefix_store(prefix: str) -> Any:
 
 
 def group_like(group: Any) -> Any:
-    """Creates another process group of the same ranks. All of these ranks call it, and no others.
+    """Creates another process group of the same ranks. All of them must call it, and no others.
 
     new_group() numbers such a group by the groups that a process is in. If some ranks are in more
     groups than others, the numbers differ and the ranks wait for each other in vain.

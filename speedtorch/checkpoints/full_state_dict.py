@@ -22,7 +22,8 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
     """Makes state_dict() on the first rank contain all rows of a sharded model and their state.
 
     Use this with libraries whose first rank saves with torch.save or safetensors: accelerate,
-    Lightning and transformers' Trainer. All ranks enter the block and save as without speedtorch.
+    Lightning and transformers' Trainer. All ranks must enter the block, and save as without
+    speedtorch.
     Within the block, state_dict() of the model, its wrapper and an attached optimizer returns plain
     tensors on the first rank. These are host copies of the rows at the start of the block. Load
     outside of the block: load_state_dict() of a sharded module accepts all rows and loads the

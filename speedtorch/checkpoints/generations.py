@@ -116,7 +116,7 @@ def new_generation(
 ) -> Iterator[Generation]:
     """Makes the next checkpoint of a folder.
 
-    The caller writes and syncs every file within the `with` block. Then the new folder is renamed,
+    The caller must write and sync every file within the `with` block. Then the folder is renamed,
     and all checkpoints are removed except for the last `keep` and their bases. `base` is the base
     of the new checkpoint, and `base_of` returns the base of an older one, or None. After an error
     before the rename all previous checkpoints remain. Leftovers of killed processes are removed

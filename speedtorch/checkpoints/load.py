@@ -50,12 +50,12 @@ def load(
 ) -> dict[str, Any]:
     """Loads a checkpoint of save() into the given objects, and returns the other values.
 
-    Every byte that is read is compared with its digest, and every part with its object, before
-    anything is loaded. Objects with their own load code cannot be checked: they load first and may
-    raise then. Rows are copied from the mapped file directly to the table.
+    Every byte that is read is compared with its digest (unless `verify` is False), and every part
+    with its object, before anything is loaded. Objects with their own load code cannot be checked:
+    they load first and may raise then. Rows are copied from the mapped file directly to the table.
 
-    If rows are sharded, all ranks call load() together. If a check fails on one rank, all ranks
-    raise, and no object changes.
+    If rows are sharded, all ranks must call load() together. If a check fails on one rank, all
+    ranks raise, and no object changes.
 
     Args:
         path: The folder that was passed to save().
@@ -63,8 +63,9 @@ def load(
             A RuntimeWarning names later checkpoints with a damaged or missing file, or with a
             damaged base.
         since: The number of the checkpoint that the parts have now. If the loaded checkpoint is
-            this one or builds on it (`save(base=)`), only later changes are read and written to the
-            tables. Other threads may look up rows meanwhile. Otherwise everything is loaded.
+            this one or builds on it (`save(base=)`), only later changes of tables are read and
+            written to the tables. Other threads may look up rows meanwhile. Otherwise everything is
+            loaded.
         verify: Compare all bytes that are read with their digests.
         progress: See save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
@@ -77,12 +78,13 @@ def load(
     Raises:
         FileNotFoundError: There is no checkpoint, or none with the number `generation`.
         KeyError: A part was not saved.
-        TypeError: A part has no load_state_dict(), or a number is no int.
+        TypeError: A part has no load_state_dict(), a number is no int, or a DTensor is not sharded
+            by rows among all ranks.
         ValueError: A file of the requested checkpoint, or of every checkpoint, is damaged, cut,
             missing or of an unsupported format. Or the saved state does not fit an optimizer or a
             list. Nothing has been loaded.
-        RuntimeError: The saved state does not fit a module, or another rank has raised an error.
-            Nothing has been loaded.
+        RuntimeError: The saved state does not fit a module, another rank has raised an error, or
+            ranks find different checkpoints. Nothing has been loaded.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -150,7 +152,7 @@ def load(
             return ready[0]()
     raise RuntimeError(
         f"load: the last generation of {folder!r} has changed during each of {_TRIES} tries, or the"
-        " ranks have different folders. Pass generation=."
+        " ranks have different folders. Pass generation=, and on all ranks the same folder."
     )
 
 

@@ -28,7 +28,7 @@ _SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
 
 
 def shares_rows(part: Any) -> bool:
-    """Whether an object has sharded rows."""
+    """Whether an object has sharded rows or DTensors."""
     if has_dtensors(part):
         return True
     if isinstance(part, nn.Module):
@@ -44,7 +44,8 @@ def check_loads(name: str, part: Any, state: Any) -> bool:
     """Checks whether a state fits an object; False if only its load_state_dict() can check that.
 
     Raises:
-        ValueError: The state has a different form, or does not fit the optimizer.
+        ValueError: The state has a different form, does not fit the optimizer, or would write to a
+            table that is read-only.
         RuntimeError: The state does not fit the module.
     """
     is_known = isinstance(part, nn.Module | Optimizer)

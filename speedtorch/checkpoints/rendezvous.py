@@ -36,9 +36,9 @@ _SHORTEST_NAP, _LONGEST_NAP = 2e-3, 0.25  # seconds
 class Rendezvous:
     """Ranks that write one checkpoint while training continues; see Collectives.
 
-    The first rank calls make() before any rank enters. All ranks call check_locks() after all have
-    entered, and before all_gather(). The first rank leaves last and calls remove(). Without locks,
-    a rank waits `timeout` seconds for another rank's line.
+    The first rank must call make() before any rank enters. All ranks must call check_locks() after
+    all have entered, and before all_gather(). The first rank leaves last and must call remove().
+    Without locks, a rank waits `timeout` seconds for another rank's line.
     """
 
     def __init__(self, folder: str, rank: int, size: int, timeout: float) -> None:
@@ -118,7 +118,8 @@ class Rendezvous:
         if line := self._line(rank):
             return json.loads(line)
         raise RuntimeError(
-            f"save: rank {rank} has ended, or has left the save. Save again on all ranks."
+            f"save: rank {rank} has ended, or has left the save, or is late (on a file system"
+            " without locks). Save again on all ranks."
         )
 
     def _other_ranks(self) -> list[int]:

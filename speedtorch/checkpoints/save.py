@@ -66,7 +66,7 @@ def save(
     once every byte is on the disk. A killed process or a power loss leaves the previous checkpoints
     intact. Tables are written block by block from host memory, without a copy of the table.
 
-    If rows are sharded, every process of torch.distributed's default group calls save() with a
+    If rows are sharded, every process of torch.distributed's default group must call save() with a
     folder that all processes reach. Each rank writes its own rows. The first rank writes all other
     values. The checkpoint appears once all rows are on the disk. If a rank fails or is killed, the
     previous checkpoints remain and the other ranks raise.
@@ -78,10 +78,10 @@ def save(
         base: The number of a checkpoint of this folder. Of each table only the rows changed since
             then are written; all other values are written again. A table that did not track changes
             when the base was saved or loaded (for sharded rows: on one of the ranks) is written as
-            a whole. Such a table tracks changes from then on, unless a CUDA graph uses it
-            (HostTable.track_changes). After 256 such saves in a row the next one is a full
-            checkpoint: all rows are written, and Saved.base is None. No other process may save to
-            the folder at the same time.
+            a whole. Such a table tracks changes from then on, unless a CUDA graph uses it, or it is
+            read-only or in shared memory (HostTable.track_changes). After 256 such saves in a row
+            the next one is a full checkpoint: all rows are written, and Saved.base is None. No
+            other process may save to the folder at the same time.
         progress: Shows a bar on stderr: always (True), never (False), or if the save takes longer
             than 2 s and stderr is a terminal (None). There is no bar for sharded rows.
         **parts: The parts by names of your own, such as `model=`, `optimizer=`, `scheduler=`,
@@ -93,13 +93,14 @@ def save(
         The path, number, bytes and duration of the new checkpoint.
 
     Raises:
-        TypeError: There is nothing to save, a part's name resembles an option, or a value has an
-            unsupported type. The error names the value.
-        ValueError: `keep` is less than 1, safetensors files do not support a kind of tensor, the
-            base is damaged, or ranks pass different tables or a different `base`.
+        TypeError: There is nothing to save, a part's name resembles an option, `base` is no int, or
+            a value has an unsupported type. The error names the value.
+        ValueError: `keep` is not an int of 1 or more, safetensors files do not support a kind of
+            tensor, the base is damaged, or ranks pass different tables or a different `base`.
         FileNotFoundError: The base is missing.
         OSError: The disk has too little space or an error; all previous checkpoints remain.
-        RuntimeError: Another rank has ended, or has raised an error, which the text includes.
+        RuntimeError: Another rank has ended, or has raised an error, which the text includes, or
+            the base was removed during the save.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -141,7 +142,7 @@ def async_save(
 
     Returns:
         A concurrent.futures.Future. Its result() returns the same as save(), or raises the error of
-        the save. An error also raises a warning at once.
+        the save. After an error the thread also issues a RuntimeWarning at once.
 
     Raises:
         MemoryError: The copies need more than the available memory; nothing was saved.

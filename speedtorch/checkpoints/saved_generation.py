@@ -307,7 +307,7 @@ def _base_in(entry: Any) -> tuple[int, str]:
 
 
 def base_of(folder: str, number: int) -> int | None:
-    """The number of a checkpoint's base; None if it has no base, is damaged or is missing.
+    """The number of a checkpoint's base; None if it has no base, is damaged or cannot be opened.
 
     Raises OSError on an error of the disk.
     """

@@ -71,13 +71,16 @@ def described(name: str, value: Any, keep: Callable[[str, Tensor], str], depth: 
             return [kind.__name__.lower(), *entries]
         metadata = getattr(value, "_metadata", None)  # state_dict() of a module has it
         return ["ordered", inner("'s metadata", metadata), *entries]
-    remedy = "its state_dict(), or the object as a part of its own if it has a state_dict()"
+    remedy = (
+        "the value in one of these types. If the object has a state_dict(), pass that, or the"
+        " object as a part of its own"
+    )
     if isinstance(value, np.generic | np.ndarray):
         remedy = "a plain array of numbers, such as np.asarray(array, dtype=np.float32)"
     raise TypeError(
         f"{name}: a checkpoint has no pickled objects, so it cannot hold a {kind.__module__}."
-        f"{kind.__qualname__}. Expected None, numbers, strings, bytes, tensors, and dicts, lists"
-        f" and tuples of them. Pass {remedy}."
+        f"{kind.__qualname__}. Expected None, numbers, strings, bytes, tensors, plain NumPy arrays,"
+        f" and dicts, lists and tuples of them. Pass {remedy}."
     )
 
 

@@ -100,5 +100,5 @@ def _shard(name: str, tensor: Any) -> tuple[range, bool]:
     raise TypeError(
         f"{name}: a DTensor must be sharded by Shard(0) on all {dist.get_world_size()} ranks, got"
         f" the placements {placements} on {mesh.size()} ranks. Use torch.distributed.checkpoint, or"
-        " save its full_tensor()."
+        " save and load its full_tensor()."
     )

@@ -6,8 +6,8 @@ old files at once. Then each file is moved to its own name, and the empty folder
 
 A reader looks for a file in the switch folder first and under its own name second. A kill after the
 switch leaves files in the switch folder, and the next replacement moves them first. The switch
-needs no lock: a rename cannot replace a switch folder that has files, and any process that finds
-one moves its files to their names.
+needs no lock: a rename cannot replace a switch folder that has files, and a replacement that finds
+one first moves its files to their names.
 """
 
 from __future__ import annotations

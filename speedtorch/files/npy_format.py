@@ -122,7 +122,8 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
     """Returns all bytes of a .npy file before the elements."""
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
-        raise ValueError(f".npy files cannot hold {dtype}. Save as .safetensors instead.")
+        remedy = "Save as .safetensors instead" if dtype.is_floating_point else "Convert the field"
+        raise ValueError(f".npy files cannot hold {dtype}. {remedy}.")
     header = io.BytesIO()
     content = {"descr": names[dtype], "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(header, content)

@@ -2,7 +2,8 @@
 
 File calls of tables and checkpoints go through `calls`, so that tests can make each of them fail or
 record their order. No such call holds the GIL while it waits for the disk. Seeking, listing, file
-status, making parent folders and removing a folder tree do not go through `calls`.
+status, making parent folders and removing a folder tree do not go through `calls`. Neither do reads
+and writes of resident rows, which are in csrc/memory/resident_rows.cpp.
 """
 
 from __future__ import annotations

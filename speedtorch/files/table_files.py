@@ -66,7 +66,7 @@ class StoredField(StoredArray):
                 block = rows[row : row + rows_per_block, column : column + _BLOCK_BYTES]
                 buffer = whole[: block.numel()]
                 with path_in_errors(
-                    self.file.path, "the table has both old and new rows now. Load it again"
+                    self.file.path, "the table may have old and new rows now. Load it again"
                 ):
                     self.file.read(buffer.numpy().data, offset)
                 block.copy_(buffer.view(block.shape))

@@ -51,7 +51,7 @@ def _logged(function: Callable[..., Any], *, of_object: bool) -> Any:
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        """Logs arguments, outcome and duration, except inside another public call."""
+        """Logs the call, except within another public call or under torch.compile."""
         # torch.compile traces only this branch.
         if torch.compiler.is_compiling() or (thread := threading.get_ident()) in _busy:
             return function(*arguments, **named)

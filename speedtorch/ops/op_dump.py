@@ -57,7 +57,7 @@ def wait_for_gpu() -> None:
 
 
 def digests_of(op: Any, arguments: Sequence[object], results: object) -> list[str]:
-    """SHA-256 digests of an op's results and of the arguments that the op has written."""
+    """SHA-256 digests of an op's results and written arguments, except for large tensors."""
     wait_for_gpu()
     found = internals.tree_leaves(results)[: _WHOLE_RESULTS.get(op._schema.name.partition("::")[2])]
     for place in internals.written_arguments(op).values():
@@ -104,7 +104,7 @@ def _copied(arguments: Sequence[object]) -> Any:
 
 
 def _write(why: str) -> None:
-    """Writes the recorded calls to a file in the program's initial working directory."""
+    """Writes the recorded calls to a file in the working directory at import."""
     if os.getpid() != _process or not _calls or not _writers:
         return
     log, new = logging.getLogger("speedtorch.dump"), _path.with_suffix(f".{threading.get_ident()}")

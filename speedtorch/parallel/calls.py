@@ -53,7 +53,7 @@ class Call(NamedTuple):
     lookup: int = 0
     """The lookup's number since the last error, from 0, for IDS, ROWS and GRADIENTS.
 
-    For PACE, the duration that ranks compare. For all other kinds 0.
+    For PACE, the duration that ranks compare, and whether the GPU was idle. For other kinds 0.
     """
 
     @property
@@ -105,7 +105,7 @@ def disagreement(name: str, calls: Sequence[Call], tables: Sequence[str]) -> Dis
     texts = ", ".join(f"ranks {group} are at {call.text(tables)}" for call, group in ranks.items())
     return DisagreementError(
         f"{name}: {texts}. No row has changed. All ranks must make the same lookups, backward"
-        " passes and optimizer steps in the same order. A rank without data looks up an empty"
-        " batch. All ranks look up announced and prefetched tensors in the order of announce() and"
-        " prefetch(), or all look up other tensors."
+        " passes, optimizer steps and calls of full_state_dict() in the same order. A rank without"
+        " data must look up an empty batch. All ranks must look up announced and prefetched tensors"
+        " in the order of announce() and prefetch(), or all must look up other tensors."
     )

@@ -27,9 +27,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients in place by their total norm, which includes the rows of every rank.
 
-    Without sharded rows this is `torch.nn.utils.clip_grad_norm_`. With sharded rows all ranks call
-    it. Gradients of other parameters must be the same on each rank, as with
-    DistributedDataParallel, or be sharded by fully_shard.
+    Without sharded rows this is `torch.nn.utils.clip_grad_norm_`. With sharded rows all ranks must
+    call this function together. Gradients of other parameters must be the same on each rank, as
+    with DistributedDataParallel, or be sharded by fully_shard.
 
     Args:
         parameters: The parameters whose gradients are clipped.
@@ -37,7 +37,7 @@ def clip_grad_norm_(
         norm_type: The order of the norm; inf is the maximum norm. With sharded rows the order must
             be positive.
         error_if_nonfinite: Raise if the norm is infinite or NaN.
-        foreach: Use torch's foreach functions; None: use them if they are faster.
+        foreach: Use torch's foreach functions; None: use them on devices that support them.
 
     Returns:
         The norm before clipping.

@@ -1,4 +1,4 @@
-"""Collectives: processes that work in stages; an error on one process raises on all."""
+"""Collectives: processes that work in stages; an Exception on one process raises on all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 
 class Collectives(Protocol):
-    """The processes that write a checkpoint; this process has the number `rank`."""
+    """Processes that act together, such as to save; this process has the number `rank`."""
 
     rank: int
     size: int

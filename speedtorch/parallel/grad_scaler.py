@@ -22,8 +22,8 @@ class GradScaler(HostGradScaler):
     **Sharded rows:** if one rank finds infinite or NaN gradients, all ranks skip the step. A rank
     has only its own rows' gradients: with torch's scaler, ranks would skip different steps and get
     different scales. unscale_(), or step() without it, all-reduces the result once for each process
-    group that shares rows of the optimizer. All ranks call these in the same order, also with an
-    empty batch.
+    group that shares rows of the optimizer. All ranks must call these in the same order, also
+    with an empty batch.
 
     **Offloaded layers:** gradients may be in host memory while the scale is on the GPU. This class
     waits for the copy of the scale to the host before gradients are divided. Torch's scaler does

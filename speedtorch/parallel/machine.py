@@ -44,5 +44,6 @@ def check_host_memory(ranks: Ranks, needed: int) -> None:
             raise MemoryError(
                 f"shard: the rows of {len(reports)} ranks on host {host!r} need {total:,} bytes of"
                 f" host memory, but only {least:,} bytes are available. Free memory, use fewer or"
-                " narrower rows, or use more machines. SPEEDTORCH_MEMORY_CHECK=0 skips this check."
+                " narrower rows, or use more machines. SPEEDTORCH_MEMORY_CHECK=0 on all of these"
+                " ranks skips this check."
             )

@@ -1,6 +1,7 @@
 """Ranks: the collectives of the processes among which a model's rows are sharded.
 
-All ranks make every call together. A disagreement raises on every rank.
+All ranks must make every call together. If compare_calls() finds different calls, it raises on
+every rank.
 """
 
 from __future__ import annotations
@@ -268,13 +269,13 @@ class Ranks:
     def _abort(self, name: str, reason: str) -> RuntimeError:
         """The error about missing ranks, which could mistake later data for the data of this call.
 
-        All further exchanges of this rank raise at once. With a barrier, ranks that wait for this
-        rank raise too.
+        Later exchanges of calls, ids and rows raise at once on this rank. With a barrier, ranks
+        that wait for this rank raise too.
         """
         error = RuntimeError(
             f"{name}: an exchange with other ranks failed ({reason}). All ranks must make the same"
-            " lookups in the same order. A rank without data looks up an empty batch. Either all"
-            " ranks or none call backward on the result of a lookup."
+            " lookups in the same order. A rank without data must look up an empty batch. Either"
+            " all ranks or none must call backward on the result of a lookup."
         )
         self._aborted = str(error)
         if self._barrier is not None:

@@ -179,7 +179,8 @@ class Requests:
         A lookup without gradients never uses a planned request, because the tensor may be a
         planned one on some ranks only.
 
-        Raises IndexError on all ranks if an id on one of them is out of range.
+        Raises IndexError on all ranks if an id on one of them is out of range. With a capacity on a
+        GPU, the next lookup raises it.
         """
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)

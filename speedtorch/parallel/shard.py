@@ -28,20 +28,21 @@ def shard(
 ) -> None:
     """Shards the rows of a model's Embeddings row-wise among processes, which train their shards.
 
-    Every rank calls shard() once for its copy of the model, before the rows are used. The initial
-    values are the same as for the whole model with the first rank's seeds. Afterwards all ranks
-    make every lookup together and in the same order; a rank without data passes an empty batch.
-    Gradients of a row are sent to the rank that owns the row. If ids of one rank are bad, the
-    lookup raises on all ranks. A DistributedDataParallel that wraps this model or a part of it
-    trains the other parameters and ignores the rows. For fully_shard see row_parameters(), for
-    scaled gradients GradScaler.
+    Every rank must call shard() once for its copy of the model, before the rows are used. The
+    initial values are the same as for the whole model with the first rank's seeds. Afterwards all
+    ranks must make every lookup together and in the same order; a rank without data must pass an
+    empty batch. Gradients of a row are sent to the rank that owns the row. If ids of one rank are
+    bad, the lookup raises on all ranks (with a capacity on a GPU, the next lookup). A
+    DistributedDataParallel that later wraps this model or a part of it trains the other parameters
+    and ignores the rows. For fully_shard see row_parameters(), for scaled gradients GradScaler.
 
     A module's capacity then limits a step's unique rows that one rank owns, without the row of
     padding_idx. A lookup of one rank may name at most `capacity / ranks + 8 * sqrt(capacity /
     ranks) + 32 / 3` unique rows of each owner, rounded up, and at most the capacity; with a
-    padding_idx one more. Ids that are spread over the table are within this limit if the capacity
-    is at least the number of unique rows per lookup. A lookup that names more rows raises
-    RuntimeError on all ranks and changes no row. On a GPU the next lookup raises the error.
+    padding_idx one more. If the capacity is at least the number of unique rows per lookup, ids that
+    are spread at random over the table exceed the limit of an owner with a probability of at most
+    1.3e-14. A lookup that names more rows changes no row, and raises RuntimeError on all ranks (on
+    a GPU the next lookup raises).
 
     Args:
         model: A model with at least one speedtorch Embedding, EmbeddingBag or collection.

@@ -112,7 +112,7 @@ class ShardedRows(SharedLookups):
         return result
 
     def _check_replicas(self) -> None:
-        """Raises NotImplementedError if ranks that own no rows train the model too."""
+        """Raises NotImplementedError within join(), or if ranks without rows train the model."""
         if (active := active_data_parallel()) is not None:
             if allows_uneven_inputs(active):
                 raise NotImplementedError(

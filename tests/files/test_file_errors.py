@@ -199,6 +199,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
             (lambda dtype=dtype: npy_header((2, 3), dtype), f"{dtype}. Save as .safetensors ins")
             for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
         ),
+        (lambda: npy_header((2,), torch.complex32), "complex32. Convert the field"),
         (lambda: read("a"), "a: the file ends at byte 4. It was cut off"),
         (lambda: read("folder"), "is not a regular file"),
         (lambda: read("pipe"), "is not a regular file"),
