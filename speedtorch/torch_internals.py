@@ -1,4 +1,4 @@
-"""Every private part of torch that this package uses, under a name that describes its purpose.
+"""The private parts of torch that this package uses, under names that describe their purpose.
 
 Everything here works with torch 2.11 and 2.13. tests/project/test_torch_internals.py names any
 part that another torch version lacks or has changed. Most names are direct aliases without a

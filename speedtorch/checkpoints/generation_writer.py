@@ -40,10 +40,10 @@ SHARD_BYTES, SHARD_TENSORS = 4 << 30, 4096
 class GenerationWriter:
     """Writes one checkpoint, by one process or by all ranks together.
 
-    All ranks call the methods in the order of their definition. An error on one rank raises on all
-    ranks. After an error before the rename in finish(), all previous checkpoints remain. The caller
-    exits `stack` at the end, after an error with that error. An exit without an error between
-    make() and finish() would publish an incomplete checkpoint.
+    All ranks must call the methods in the order of their definition. An error on one rank raises on
+    all ranks. After an error before the rename in finish(), all previous checkpoints remain. The
+    caller must exit `stack` at the end, after an error with that error. An exit without an error
+    between make() and finish() would publish an incomplete checkpoint.
     """
 
     _ranks: Collectives

@@ -1,1 +1,1 @@
-"""Arrays and tables in files: file formats, atomic replacement of files, and all file calls."""
+"""Arrays and tables in files: file formats, atomic replacement of files, and file calls."""

@@ -18,10 +18,10 @@ class Collectives(Protocol):
     size: int
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gathers a value; all processes call this."""
+        """All-gathers a value; all processes must call this."""
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcasts the first process's value; all processes call this."""
+        """Broadcasts the first process's value; all processes must call this."""
         return self.all_gather(value)[0]
 
 

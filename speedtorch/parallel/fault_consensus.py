@@ -86,7 +86,7 @@ class FaultConsensus:
             self._expected = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
-        """Returns the largest fault code of all ranks, or 0; all ranks call this.
+        """Returns the largest fault code of all ranks, or 0; all ranks must call this.
 
         On a GPU the result is a tensor `[1]`. read_fault() reads it later.
         """

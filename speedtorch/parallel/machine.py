@@ -29,7 +29,7 @@ def check_host_memory(ranks: Ranks, needed: int) -> None:
     """Raises MemoryError on all ranks if the ranks of some machine need more memory than it has.
 
     Args:
-        ranks: The ranks, all of which call this.
+        ranks: The ranks, all of which must call this.
         needed: Bytes of host memory that this rank is about to allocate.
     """
     available = host_memory.available_bytes() if host_memory.is_checked() else None

@@ -95,7 +95,7 @@ class JointRequests:
 
 
 class Requests:
-    """Requests a table's rows from their owners, also ahead; all ranks make every call together.
+    """Requests a table's rows from their owners; all ranks must make every call together.
 
     Args:
         exchange: The exchange of the rows that this rank owns.

@@ -47,7 +47,7 @@ def ranks_of(rows: TrainedRows) -> Ranks | None:
 
 
 class ShardedRows(SharedLookups):
-    """Looks up rows by ids of the whole table; all ranks make every call together.
+    """Looks up rows by ids of the whole table; all ranks must make every call together.
 
     Args:
         rows: The rows that this rank owns.
