@@ -808,7 +808,8 @@ def _indexed(weight: RowWeight, index: Any, trains: bool) -> Any:
         rows = _by_ids(weight, torch.arange(*first.indices(count)), trains)
         rows = rows[(slice(None), *rest)] if rest else rows
     if weight._rows.table.shard_spec is not None:
-        return rows if trains else ReadOnlyRows(rows, _NOT_A_VIEW)
+        # A write would be lost; torch raises for a write to a result of unbind().
+        return rows[None].unbind()[0] if trains else ReadOnlyRows(rows, _NOT_A_VIEW)
     again = partial(weight.__getitem__, index)
     return _LookedUp.of(rows, weight.detach()[index], again)  # type: ignore[arg-type]
 

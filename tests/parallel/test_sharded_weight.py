@@ -130,9 +130,11 @@ def test_operations_are_those_of_the_whole_table_or_raise(attached: bool) -> Non
 
 
 @pytest.mark.parametrize("index", [5, slice(2, 4)], ids=["row", "slice"])
-def test_a_write_to_rows_that_were_looked_up_without_gradients_raises(index: Any) -> None:
+def test_a_write_to_a_row_or_slice_that_was_looked_up_raises(index: Any) -> None:
     ours, _ = made()
     weight = ours[0].weight
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        weight[index].mul_(2)
     with torch.no_grad():
         for view in (weight[index], weight.data[index]):
             with pytest.raises(ValueError, match="is a copy of rows that ranks share"):
