@@ -161,7 +161,7 @@ void ResidentRows::add_likely_victims(int64_t count, std::vector<int64_t>& rows)
 }
 
 FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
-                               int64_t* slots) {
+                               bool only_hits, int64_t* slots) {
   std::vector<int64_t>& kept = leases_[lease];  // allocated before anything changes
   kept.reserve(static_cast<size_t>(count));
   if (++call_ == 0) {  // no slot may seem to be of this call
@@ -180,10 +180,11 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
       }
     }
     slots[i] = table_[place_of(rows[i])] - 1;
-    if (slots[i] < 0) {
-      missing.push_back(rows[i]);
-      continue;
-    }
+    if (slots[i] < 0) missing.push_back(rows[i]);
+  }
+  if (only_hits && !missing.empty()) return {EAGAIN, missing[0]};
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] < 0) continue;
     Slot& slot = slots_[static_cast<size_t>(slots[i])];
     if (slot.call != call_ && slot.chances < kMaxChances) ++slot.chances;
     slot.call = call_;

@@ -45,9 +45,11 @@ class ResidentRows {
 
   // Finds the slots of `count` rows of the file, after reading records that have none, and keeps
   // them for `lease`. The first `changing` records are then marked as changed. If a file call
-  // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free.
+  // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free, and
+  // with EAGAIN if `only_hits` is true and a row has no slot. With `only_hits` the caller need not
+  // have waited for the GPU, because the call accesses no record.
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
-                   int64_t* slots);
+                   bool only_hits, int64_t* slots);
   // Begins to read the records of rows that have no slot into the page cache, where find() reads
   // them without a wait. Also reads the pages to which find() will probably write evicted records.
   // Ignores errors and invalid rows. Does nothing while 3 calls still read.

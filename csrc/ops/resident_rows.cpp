@@ -78,8 +78,9 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
 // Finds the slots of two lists: the first `changing` entries of `rows`, which the caller will
 // change, and the other entries. Returns the slots of each list in ascending order, the positions
 // of their rows in the list, and [errno, row] of a failed file call. Rows keep their slots until
-// resident_release.
-Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
+// resident_release. With `only_hits` a row without a slot is the failure EAGAIN.
+Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease,
+                       bool only_hits) {
   constexpr const char* kOp = "resident_slots";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "slots", found->memory);
@@ -92,7 +93,7 @@ Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int
   FileFailure failure;
   {
     const std::scoped_lock lock(found->rows.mutex());
-    failure = found->rows.find(data_of(rows), count, changing, lease, by_row.data());
+    failure = found->rows.find(data_of(rows), count, changing, lease, only_hits, by_row.data());
   }
   if (failure.error == 0) {
     const auto sort = [&](int64_t begin, int64_t end) {
@@ -171,7 +172,8 @@ Tensor resident_counts(int64_t handle) {
 const Ops kOps{
     {"resident_open(Tensor slots, int file) -> int", TORCH_BOX(&resident_open)},
     {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
-    {"resident_slots(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
+    {"resident_slots(int handle, Tensor rows, int changing, int lease, bool only_hits=False) -> "
+     "Tensor[]",
      TORCH_BOX(&resident_slots)},
     {"resident_read_ahead(int handle, Tensor rows) -> ()", TORCH_BOX(&resident_read_ahead)},
     {"resident_release(int handle, int lease) -> ()", TORCH_BOX(&resident_release)},

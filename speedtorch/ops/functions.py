@@ -398,13 +398,14 @@ resident_close: Callable[[int], None] = _ops.resident_close
 
 
 resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slots
-"""Finds the slots of rows: `(handle, rows, changing, lease)`. Reads records that have no slot.
+"""Finds slots: `(handle, rows, changing, lease, only_hits=False)`. Reads records without a slot.
 
 The first `changing` rows, which then count as changed, form one list and the other rows another.
 Returns the slots of each list in ascending order, and the positions of their rows in the list. The
 third tensor has the errno and the row of a failed file call, EBUSY if too few slots are free, or 0
 as errno. Before a slot is reused for another row, a changed row in it is written to the file. Rows
-keep their slots until resident_release(handle, lease).
+keep their slots until resident_release(handle, lease). With `only_hits` no record is accessed, and
+a row without a slot is the failure EAGAIN.
 """
 
 

@@ -127,7 +127,7 @@ class CountedMemory(RowMemory):
         if self._has_new_padding:  # the prefetched padding row is older than the table's
             held.store.read(torch.tensor([held.padding]), rows[0][-1:])
             self._has_new_padding = False
-        outgoing = Block(old, *batch.outgoing)
+        outgoing = Block(old, *batch.outgoing, are_ready=True)
         return outgoing if held.now.copy is Copy.DIRTY and len(outgoing.ids) > 0 else None
 
     def note_padding(self) -> None:
@@ -218,7 +218,7 @@ class CountedMemory(RowMemory):
                 if following is not None:  # allocated on the stream that writes to it
                     count = following.held + (held.padding is not None)
                     prefetched = Prefetched(following, self._memory(count))
-                    incoming = Block(prefetched.rows, *load)
+                    incoming = Block(prefetched.rows, *load, are_ready=True)
                 held.store.exchange(held.fields, outgoing, incoming)
         return prefetched
 
@@ -227,7 +227,8 @@ class CountedMemory(RowMemory):
         batch = prefetched.batch
         assert isinstance(batch, PlannedBatch)
         count = batch.new_row_count  # excludes the padding row, which is never written back
-        new = Block(prefetched.rows, *(listed[:count] for listed in batch.incoming))
+        ids, places = batch.incoming
+        new = Block(prefetched.rows, ids[:count], places[:count])
         self.held.store.exchange(self.held.fields, new, None)
 
     def written_back(self, *, changes: bool) -> Step:

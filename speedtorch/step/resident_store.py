@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from speedtorch.memory.side_stream import SideStream
 from speedtorch.ops.functions import exchange_rows, wait_for_rows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, StoreInSlots
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.resident_rows import ResidentRows
+from speedtorch.torch_internals import current_stream
 
 __all__ = ["ResidentStore", "store_of"]
 
@@ -18,7 +21,8 @@ __all__ = ["ResidentStore", "store_of"]
 class ResidentStore(StoreInSlots):
     """A RowStore that exchanges rows with the slots of ResidentRows instead of the mapped file.
 
-    The host finds the slots, and therefore waits for ids on a GPU, and for earlier exchanges.
+    The host finds the slots, and therefore waits for ids on a GPU. If records must be read from the
+    file, the host also waits for earlier exchanges.
     Fields that another table has, such as state that the file lacks, are exchanged with that table.
     """
 
@@ -33,6 +37,7 @@ class ResidentStore(StoreInSlots):
     ) -> None:
         super().__init__(table, held_dtype, rounding)
         self._resident = resident
+        self._ids_stream = SideStream("ids")
 
     def exchange(
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
@@ -96,12 +101,17 @@ class ResidentStore(StoreInSlots):
         out = outgoing or Block([field[:0] for field in one.rows], one.ids[:0])
         into = incoming or Block([field[:0] for field in one.rows], one.ids[:0])
         self._resident.fields(["weight"])  # raises in a forked child that cannot access the memory
-        # The copy to the CPU waits for earlier exchanges on this stream, too.
-        ids, number = torch.cat([out.ids, into.ids]).cpu(), len(out.ids)
+        device, number = one.ids.device, len(out.ids)
+        are_ready = all(block.are_ready for block in (outgoing, incoming) if block is not None)
+        wait = current_stream(device).synchronize if are_ready and one.ids.is_cuda else None
+        with self._ids_stream.after(device) if wait else nullcontext():
+            # Without `wait` this also waits for earlier exchanges on the current stream.
+            ids = torch.cat([out.ids, into.ids]).cpu()
         table = self._table.table_of("weight")
         of_file = [self._table.table_of(name) is table for name in names]
         in_host_memory = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
-        with self._resident.slots(ids, number) as (slots, order):
+        with self._resident.slots(ids, number, wait) as found:
+            slots, order = self._on_device(found, device)
             chosen = [(k, name) for k, name in enumerate(names) if of_file[k]]
             exchange_rows(
                 self._resident.fields(name for _, name in chosen),
@@ -119,6 +129,17 @@ class ResidentStore(StoreInSlots):
                     *(into.ids, into.places),
                 )
 
+    def _on_device(self, tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """Copies tensors from the CPU; the host does not wait for the current stream of a GPU."""
+        if device.type == "cpu":
+            return tensors
+        with self._ids_stream.after(device):
+            copies = [tensor.to(device) for tensor in tensors]
+        self._ids_stream.join()
+        for copy in copies:
+            copy.record_stream(current_stream(device))
+        return copies
+
 
 def store_of(
     table: LazyTable, held_dtype: torch.dtype, rounding: Rounder | None = None
@@ -131,9 +152,7 @@ def store_of(
 
 
 def _by_slot(block: Block, slots: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns slots, and the places of their rows in a block, on the block's device."""
-    if block.ids.is_cuda:
-        slots, order = slots.to(block.ids.device), order.to(block.ids.device)
+    """Returns slots, and the places of their rows in a block."""
     return slots, order if block.places is None else block.places[order]
 
 

@@ -45,6 +45,8 @@ class Block(NamedTuple):
     """Ids of the rows to copy, ascending."""
     places: Tensor | None = None
     """Positions of these rows in `rows`; by default 0 to `len(ids) - 1`."""
+    are_ready: bool = False
+    """Whether the host has waited for the ids, so that work on any stream may read them."""
 
     @property
     def tensors(self) -> list[Tensor]:

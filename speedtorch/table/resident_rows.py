@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -127,13 +128,16 @@ class ResidentRows:
         return [self._slots.rows_of(name) for name in names]
 
     @contextmanager
-    def slots(self, ids: Tensor, changing: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def slots(
+        self, ids: Tensor, changing: int, wait: Callable[[], None] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Context manager that yields the slots of ids `[n]` on the CPU, at most `count` ids.
 
         Also yields positions; see resident_slots(). The ids keep their slots until the end of the
-        `with` block, whose body may write the records of the first `changing` ids. Raises OSError
-        if the file cannot be read or written, or other blocks keep too many slots. No change is
-        lost then.
+        `with` block, whose body may write the records of the first `changing` ids. If records must
+        be read, `wait` is called first to wait for the GPU, unless the caller has waited. Raises
+        OSError if the file cannot be read or written, or other blocks keep too many slots. No
+        change is lost then.
         """
         self._drop_inherited()
         self._exchanges += 1
@@ -141,7 +145,11 @@ class ResidentRows:
             self._warn_if_few()
         lease = _Lease(self._handle)
         try:
-            slots, order, failure = resident_slots(self._handle, ids, changing, lease.number)
+            given = (self._handle, ids, changing, lease.number)
+            slots, order, failure = resident_slots(*given, wait is not None)
+            if wait is not None and int(failure[0]) == errno.EAGAIN:
+                wait()
+                slots, order, failure = resident_slots(*given)
             _raise(failure, "reading or writing", self._path)
             yield slots, order
         finally:

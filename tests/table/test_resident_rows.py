@@ -653,6 +653,24 @@ def test_slots_have_the_records_of_their_rows(
     assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
 
 
+def test_only_hits_access_no_record(
+    opened: Callable[[int, int], tuple[int, Tensor, Path]],
+) -> None:
+    handle, memory, path = opened(10, 3)
+    *_, failure = resident_slots(handle, torch.tensor([4, 2]), 1, 0, True)
+    assert failure.tolist() == [errno.EAGAIN, 4]
+    assert resident_counts(handle).tolist() == [0] * 7
+    found_in(handle, torch.tensor([2, 4, 5]), 2)
+    memory.fill_(7)
+    assert resident_slots(handle, torch.tensor([4, 1]), 0, 0, True)[2].tolist() == [errno.EAGAIN, 1]
+    assert np.fromfile(path, np.int64).tolist() == np.arange(10).repeat(2).tolist()
+    *found, failure = resident_slots(handle, torch.tensor([4, 2, 5]), 1, 0, True)
+    assert failure.tolist()[0] == 0
+    assert sorted(found[0].tolist()) == [0, 1, 2] and (memory == 7).all()
+    resident_release(handle, 0)
+    assert resident_counts(handle).tolist()[1:3] == [3, 3]
+
+
 def test_many_records_are_read_at_once(
     opened: Callable[[int, int], tuple[int, Tensor, Path]],
 ) -> None:
