@@ -1,8 +1,8 @@
 // The most used records of a file, in slots of host memory. A slot has one record: the bytes of a
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
-// The caller waits for the GPU before each call, because a call may read and overwrite slots.
-// Between calls only threads of read_ahead() exist, which access no slot.
+// The caller waits for the GPU before each call that may read or overwrite records. Between calls
+// only threads of read_ahead() exist, which access no slot.
 //
 // Between find() and release() the caller reads and writes records in the slots that were found.
 // Other calls meanwhile, such as from garbage collection or another thread, do not empty these
