@@ -182,7 +182,10 @@ class Swapper:
         selected = self._find_offloaded(modules) if modules else list(self._offloaded.values())
         in_use = [module for module in selected if self._residency.modules.uses_of(module)]
         if modules and (names := [module.name for module in in_use]):
-            raise RuntimeError(f"evict: modules {names} are in use. Call evict() after use() ends.")
+            raise RuntimeError(
+                f"evict: modules {names} are in use. Call evict() after use() ends, or under auto()"
+                " after their forward and backward."
+            )
         freed, held = 0, []
         for module in [module for module in selected if module not in in_use]:
             freed += self._residency.evict(Evictable(module), search=True)

@@ -396,8 +396,8 @@ def _check_can_keep(device: torch.device) -> None:
         raise ValueError(f"keep_addresses: expected a state on a GPU, got device {str(device)!r}")
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise ValueError(
-            f"keep_addresses: torch's allocator {backend!r} has no memory pools. Set"
-            " PYTORCH_ALLOC_CONF=backend:native."
+            f"keep_addresses: torch's allocator {backend!r} has no memory pools. Use torch's native"
+            " allocator (PYTORCH_ALLOC_CONF=backend:native), and do not replace it by another."
         )
     if (variable := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
         raise ValueError(

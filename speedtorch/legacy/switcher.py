@@ -61,7 +61,8 @@ class Switcher(ABC):
         """The HostTable with the rows.
 
         Raises:
-            RuntimeError: The table has not been created yet.
+            RuntimeError: The table has not been created yet, or an optimizer without state per row
+                needs none.
         """
         self._finish()
         if self._stored is None or self._stored.table is None:

@@ -123,7 +123,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:  # torch.load raises many types for files in other formats
         raise ValueError(
-            f"{name} is not a file of saveTorch: torch.load(weights_only=True) raised"
+            f"{name} cannot be read as a file of saveTorch: torch.load(weights_only=True) raised"
             f" {type(error).__name__}"
         ) from error
     if isinstance(content, Tensor):

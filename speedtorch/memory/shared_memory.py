@@ -96,7 +96,8 @@ class SharedMemoryHandle:
         Raises:
             ValueError: The memory is of another machine or container, or from before a restart.
             ProcessLookupError: The process that made the handle has ended or closed its table.
-            PermissionError: The memory belongs to another user.
+            PermissionError: The memory belongs to another user, or the system denies access to the
+                process that made the handle.
         """
         if self.own is not None:
             return self.own.opened_again()
@@ -126,7 +127,10 @@ class SharedMemoryHandle:
         except FileNotFoundError as error:
             raise ProcessLookupError(errno.ESRCH, gone) from error
         except PermissionError as error:
-            text = "the table belongs to another user. Only processes of one user can share it."
+            text = (
+                "the table belongs to another user, or the system denies access to the process that"
+                " shared it. Share tables among processes of one user with the same privileges."
+            )
             raise PermissionError(errno.EACCES, text, path) from error
         raise ProcessLookupError(errno.ESRCH, gone)
 
@@ -171,7 +175,7 @@ class SharedMemory:
             raise MemoryError(
                 f"shared memory: {size:,} bytes are needed and {available:,} are available. Free"
                 " memory, use fewer or narrower rows, or set SPEEDTORCH_MEMORY_CHECK=0 to try"
-                " anyway."
+                " anyway"
             )
         try:
             return cls(_new_file(), count, size)

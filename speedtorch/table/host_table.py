@@ -323,7 +323,8 @@ class HostTable:
                 of the machine. Or its speedtorch version lays out records differently.
             ProcessLookupError: The process that called share() has ended or has closed the table.
                 A process that multiprocessing started with the handle does not need that process.
-            PermissionError: Another user owns the table.
+            PermissionError: Another user owns the table, or the system denies access to the process
+                that called share().
 
         Example:
             >>> table = HostTable(2, 1, memory="shared")
@@ -724,8 +725,9 @@ class HostTable:
         known = 0 if self.changes is None else self.changes.now
         if self.changes is None or not 1 <= since <= known:
             raise ValueError(
-                f"changed: expected a number that this table's track_changes() has returned (1 to"
-                f" {known}), got {since}. Call track_changes() before the changes to record."
+                f"changed: expected a number that this table's track_changes() has returned"
+                f" ({f'1 to {known}' if known else 'none yet'}), got {since}. Call track_changes()"
+                " before the changes to record."
             )
         return self.changes.since(since)
 

@@ -54,7 +54,7 @@ class ResidentReport(NamedTuple):
     read_bytes: int
     written_bytes: int
     wait_seconds: float
-    """Time for which steps waited for the file."""
+    """Time of all calls that read or wrote records. These calls wait for the file."""
     read_ahead: int
     """Records that prefetch() began to read before their step, into the page cache."""
 
@@ -207,9 +207,9 @@ class ResidentRows:
             warnings.warn(
                 f"{self._path}: {misses / (hits + misses):.0%} of the rows of the last {_WINDOW}"
                 f" exchanges were not among the {rows:,} resident rows"
-                f" ({text_of(rows * self._slots.record_bytes)}), and steps waited"
-                f" {wait_ns / 1e9:.2f} s for the file. Increase resident=, or pass the ids on the"
-                " CPU to prefetch(), which reads ahead.",
+                f" ({text_of(rows * self._slots.record_bytes)}), and reads and writes of the file"
+                f" took {wait_ns / 1e9:.2f} s. Increase resident=, or pass the ids on the CPU to"
+                " prefetch(), which reads ahead.",
                 RuntimeWarning,
                 stacklevel=2,
             )
