@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["KeyedIds"]
+__all__ = ["Deduplicated", "KeyedIds", "Strided"]
 
 
 class KeyedIds:
@@ -43,3 +43,19 @@ class KeyedIds:
 
     def weights_or_none(self) -> Tensor | None:
         return self._weights
+
+
+class Strided(KeyedIds):
+    """Whose first feature has one sample more than the others."""
+
+    variable_stride_per_key = staticmethod(lambda: True)
+
+    def stride_per_key(self) -> list[int]:
+        return [2, *(1 for _ in self.keys()[1:])]
+
+
+class Deduplicated(KeyedIds):
+    """Whose samples are to be selected of the result's."""
+
+    def inverse_indices_or_none(self) -> object:
+        return self.keys(), torch.zeros(len(self.keys()), 2, dtype=torch.int64)

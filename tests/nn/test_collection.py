@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from keyed_ids import KeyedIds
+from keyed_ids import Deduplicated, KeyedIds, Strided
 from loops import sgd_step
 from reference import FLOATS, assert_same_bytes, assert_same_content, dtype_name
 from torch import Tensor, nn, optim
@@ -213,47 +213,24 @@ def test_several_lookups_of_a_step_are_prefetched_as_a_list() -> None:
     assert_same_bytes(ours.table_weight("a"), copied.table_weight("a"))
 
 
-def test_the_result_can_be_gone_through_by_name() -> None:
-    found = made()(KeyedIds.of(BAGS))
-    assert "seen" in found and "b" not in found and len(found) == 4
-    assert_same_content(found.to_dict(), dict(found.items()))
-
-
-def groups(device: str) -> tuple[Any, dict[str, Tensor]]:
+@pytest.mark.parametrize("how", ["frozen", "rate", "optimizer"])
+def test_a_group_is_frozen_or_trained_by_itself(how: str, device: str) -> None:
     tables = [EmbeddingBagConfig(9, 2, "a"), EmbeddingBagConfig(9, 2, "b", group="other")]
     ours = EmbeddingBagCollection(tables, device=device)
-    return ours, {"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2])}
-
-
-def test_a_group_is_frozen_alone(device: str) -> None:
-    ours, features = groups(device)
-    before = weights_of(ours)
-    ours.group_of("a").weight.requires_grad_(False)
-    sgd_step(ours, ours(features).values().sum())
-    after = weights_of(ours)
-    assert_same_bytes(after["a"], before["a"])
-    assert not torch.equal(after["b"], before["b"])
-
-
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_group_has_a_learning_rate_or_an_optimizer_of_its_own(
-    optimizers: int, device: str
-) -> None:
-    ours, features = groups(device)
     a, b = (ours.group_of(name) for name in "ab")
-    if optimizers == 1:
-        settings = [{"params": [a.weight], "lr": 1.0}, {"params": [b.weight], "lr": 0.25}]
-        steps: list[optim.Optimizer] = [optim.SGD(settings)]
-    else:
+    settings = [{"params": [a.weight], "lr": 1.0}, {"params": [b.weight], "lr": 0.25}]
+    steps: list[optim.Optimizer] = [optim.SGD(settings)]
+    if how == "optimizer":
         steps = [optim.Adam([a.weight], lr=1.0), optim.SGD([b.weight], lr=0.25)]
         speedtorch.attach(steps[0], a)
-    before = weights_of(ours)
-    ours(features).values().sum().backward()
+    a.weight.requires_grad_(how != "frozen")
+    expected = weights_of(ours)
+    expected["a"][1:3] -= {"frozen": 0.0}.get(how, 1.0)
+    expected["b"][1:3] -= 0.25
+    ours({"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2])}).values().sum().backward()
     for each in steps:
         each.step()
-    after = weights_of(ours)
-    torch.testing.assert_close(after["a"][1:3], before["a"][1:3] - 1.0)
-    torch.testing.assert_close(after["b"][1:3], before["b"][1:3] - 0.25)
+    torch.testing.assert_close(weights_of(ours), expected)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -261,18 +238,14 @@ def test_a_group_has_a_learning_rate_or_an_optimizer_of_its_own(
 
 
 @COLLECTIONS
-def test_state_dict_keys_are_torchrecs(pooled: bool) -> None:
-    model = nn.ModuleDict({"tables": made(pooled)})
-    first = "embedding_bags" if pooled else "embeddings"
-    assert list(model.state_dict()) == [f"tables.{first}.{name}.weight" for name in ROWS]
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_rows_of_torchs_modules_are_loaded_and_load_ours(kind: Any) -> None:
-    theirs, ours = nn.Module(), made()
-    theirs.embedding_bags = nn.ModuleDict({name: kind(ROWS[name], COLUMNS[name]) for name in ROWS})
+def test_rows_of_torchs_modules_are_loaded_and_load_ours(pooled: bool) -> None:
+    """By the names that torchrec has for them."""
+    kind, first = (nn.EmbeddingBag, "embedding_bags") if pooled else (nn.Embedding, "embeddings")
+    tables = nn.ModuleDict({name: kind(ROWS[name], COLUMNS[name]) for name in ROWS})
+    theirs, ours = nn.ModuleDict({first: tables}), made(pooled)
     given = copy.deepcopy(theirs.state_dict())
-    own = {f"embedding_bags.{name}.weight": rows for name, rows in weights_of(ours).items()}
+    own = {f"{first}.{name}.weight": rows for name, rows in weights_of(ours).items()}
+    assert [*ours.state_dict()] == [*given] == [*own]
     theirs.load_state_dict(ours.state_dict())
     assert_same_content(theirs.state_dict(), own)
     ours.load_state_dict(given)
@@ -409,25 +382,18 @@ def test_announced_rows_are_loaded_by_the_first_lookup(device: str) -> None:
     assert first.values().requires_grad
 
 
-def loop_batches(device: str) -> list[tuple[KeyedIds, Tensor]]:
-    """Features of a collection, and ids of an embedding."""
-    random = torch.Generator().manual_seed(5)
-
-    def bags(rows: int) -> list[list[int]]:
-        lengths = torch.randint(4, (5,), generator=random).tolist()
-        return [torch.randint(rows, (n,), generator=random).tolist() for n in lengths]
-
-    drawn = [{key: bags(ROWS[table]) for key, table in TABLE_OF.items()} for _ in range(20)]
-    return [(KeyedIds.of(each, device), torch.tensor([n, n + 1])) for n, each in enumerate(drawn)]
-
-
 def trained_beside_an_embedding(device: str, ahead: str = "") -> dict[str, Tensor]:
     tables = made(device=device)
     words = speedtorch.Embedding.from_pretrained(torch.ones(21, 15), freeze=False, device=device)
     model = nn.ModuleList([tables, words])
     adam = optim.Adam(model.parameters(), lr=0.1)
     speedtorch.attach(adam, model)
-    loader: Any = loop_batches(device)
+    drawn = [
+        {key: [[(row + n) % 20 for row in b] for b in BAGS[key]] for key in BAGS} for n in range(20)
+    ]
+    loader: Any = [
+        (KeyedIds.of(each, device), torch.tensor([n, n + 1, 0])) for n, each in enumerate(drawn)
+    ]
     if ahead == "both":
         loader = speedtorch.prefetch(loader, model, ids=lambda b: {tables: b[0], words: b[1]})
     elif ahead == "the collection":
@@ -435,7 +401,7 @@ def trained_beside_an_embedding(device: str, ahead: str = "") -> dict[str, Tenso
     assert len(loader) == 20
     for keyed, ids in loader:
         adam.zero_grad()
-        (tables(keyed).values().sum(0) * words(ids)).sum().backward()
+        (tables(keyed).values() * words(ids)).sum().backward()
         adam.step()
     return {name: rows.clone() for name, rows in model.state_dict().items()}
 
@@ -504,37 +470,8 @@ def test_a_bad_id_is_named_and_no_row_is_touched(
     assert_same_content(weights_of(ours), weights_of(good))
 
 
-def test_the_last_and_the_next_row_of_a_table_before_another_of_its_group() -> None:
-    ours = EmbeddingBagCollection([EmbeddingBagConfig(5, 2, "a"), EmbeddingBagConfig(5, 2, "b")])
-    good = ours({"a": torch.tensor([4]), "b": torch.tensor([0])})
-    assert_same_bytes(good["a"].detach(), ours.table_weight("a")[[4]])
-    for a, b, message in (
-        (5, 0, "feature 'a': id 5 at position 0 .* 'a' of 5 rows"),
-        (0, -1, "feature 'b': id -1 at position 0 .* 'b' of 5 rows"),
-    ):
-        with pytest.raises(IndexError, match=message):
-            ours({"a": torch.tensor([a]), "b": torch.tensor([b])})
-
-
 # ------------------------------------------------------------------------------------------------
 # Every other error
-
-
-class VariedIds(KeyedIds):
-    """Of another number of samples for each feature."""
-
-    def variable_stride_per_key(self) -> bool:
-        return True
-
-    def stride_per_key(self) -> list[int]:
-        return [2, 1]
-
-
-class Deduplicated(KeyedIds):
-    """Whose samples are to be selected of the result's."""
-
-    def inverse_indices_or_none(self) -> Any:
-        return ["a"], torch.zeros(1, 3, dtype=torch.int64)
 
 
 def keyed(offsets: list[int], values: Tensor | None = None) -> KeyedIds:
@@ -568,7 +505,7 @@ BAD_FEATURES: dict[type[Exception], list[tuple[Any, str]]] = {
         ),
     ],
     ValueError: [
-        (VariedIds(["a", "b"], torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2, 3])), UNEQUAL),
+        (Strided.of({"a": [[0], [0]], "b": [[0], [0]]}), UNEQUAL),
         ({"a": torch.tensor([0, 0]), "b": ZERO}, UNEQUAL),
         (keyed([0, 1, 2, 3]), "3 bags cannot be divided among 2 features"),
         ({"a": (), "b": ZERO}, f"'a': {PARTS}"),
@@ -661,10 +598,6 @@ ERRORS: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: one(rows=0), "a: num_embeddings must be an int of 1 or more, got 0"),
         (lambda: one(rows=1.5), "a: num_embeddings must be an int of 1 or more, got 1.5"),  # type: ignore[arg-type]
         (lambda: one(columns=-1), "a: embedding_dim must be an int of 1 or more, got -1"),
-        (
-            lambda: one(data_type=torch.int8),
-            "a: data_type must be one of .*, got torch.int8",
-        ),
         (lambda: one(pooling="max"), "a: pooling must be 'sum' or 'mean', got 'max'"),
         (
             lambda: one(weight_init_min=1.0, weight_init_max=0.0),
@@ -692,7 +625,6 @@ ERRORS: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: two({"a": NINE, "b": NINE[1:]}), "size mismatch for b"),
         (lambda: prefetch_a_group(one()), "Embeddings of the model, got a TableGroup"),
         (lambda: weighted({"a": ZERO}), f"'a': {NO_WEIGHT}"),
-        (lambda: weighted(KeyedIds.of({"a": [[0]]})), NO_WEIGHT),
         (
             lambda: weighted({"a": (torch.tensor([0, 0]), None, torch.ones(3))}),
             rf"'a': {NOT_THE_SHAPE} \[2\], got \[3\]",

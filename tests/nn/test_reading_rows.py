@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
@@ -161,17 +159,6 @@ def test_the_last_block_has_what_is_left(rows: int, sizes: list[int]) -> None:
     assert torch.equal(torch.cat([block for _, block in found]), values(5))
 
 
-def test_a_table_without_rows_has_no_block() -> None:
-    assert list(speedtorch.Embedding(0, 3).blocks()) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_blocks_have_the_dtype_of_the_table(dtype: torch.dtype) -> None:
-    rows = values().to(dtype)
-    assert joined(made(rows)).dtype == dtype
-    assert torch.equal(joined(made(rows)), rows)
-
-
 def test_blocks_of_a_frozen_module_have_what_another_trains() -> None:
     table = speedtorch.HostTable(3, 1)
     reader = speedtorch.Embedding.from_pretrained(table)
@@ -269,14 +256,27 @@ def test_numpy_is_a_view_of_the_table() -> None:
     assert np.shares_memory(emb.numpy(), emb.table.numpy())
 
 
-def test_numpy_has_earlier_steps_and_later_ones_after_a_flush(device: str) -> None:
+def of_neighbors(emb: Any) -> Tensor:
+    """All rows, whose scores are their columns."""
+    queries = torch.eye(WIDTH, device=emb.weight.device)
+    scores, ids = speedtorch.nearest_neighbors(emb, queries, ROWS, metric="dot")
+    return torch.zeros(WIDTH, ROWS).scatter(1, ids.cpu(), scores.cpu()).T
+
+
+def of_a_file(emb: Any) -> Tensor:
+    speedtorch.save_word2vec_format(emb, "file", WORDS)
+    return torch.from_numpy(parsed(Path("file"), binary=True)[1])
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize(
+    "read", [lambda emb: torch.from_numpy(emb.numpy()), of_neighbors, of_a_file]
+)
+def test_rows_are_read_after_the_last_step(read: Callable[[Any], Tensor], device: str) -> None:
     pair = Pair(device)
-    pair.step(BATCHES[0].to(device))
-    view = pair.ours.numpy()
-    assert np.array_equal(view, pair.expected.numpy())
-    pair.step(BATCHES[1].to(device))
-    pair.ours.flush()
-    assert np.array_equal(view, pair.expected.numpy())
+    for ids in BATCHES[:2]:
+        pair.step(ids.to(device))
+        assert torch.equal(read(pair.ours), pair.expected)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -383,13 +383,19 @@ def test_no_query_has_no_neighbors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_rows_and_queries_of_any_floating_dtype_are_compared_in_float32(dtype: torch.dtype) -> None:
+def test_rows_of_another_dtype_are_compared_and_exported_in_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     rows, queries = values().to(dtype), values(3, seed=2).to(dtype)
-    scores, ids = speedtorch.nearest_neighbors(made(rows), queries, 5, metric="dot")
+    emb = made(rows)
+    assert_same_bytes(joined(emb), rows)
+    scores, ids = speedtorch.nearest_neighbors(emb, queries, 5, metric="dot")
     expected = topk(rows, queries, 5, "dot")
     assert scores.dtype == torch.float32
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(scores, expected.values)
+    speedtorch.save_word2vec_format(emb, tmp_path / "file", WORDS)
+    assert np.array_equal(parsed(tmp_path / "file", binary=True)[1], rows.float().numpy())
 
 
 def test_autocast_does_not_round_scores(device: str) -> None:
@@ -403,16 +409,6 @@ def test_queries_that_need_gradients_get_none() -> None:
     query = torch.ones(1, WIDTH, requires_grad=True)
     scores, _ = speedtorch.nearest_neighbors(made(values()), query, 3)
     assert not scores.requires_grad and query.grad is None
-
-
-def test_neighbors_have_what_a_step_has_changed(device: str) -> None:
-    emb = made(torch.zeros(5, 1), device=device)
-    sgd = optim.SGD(emb.parameters(), lr=1.0)
-    emb(torch.tensor([3], device=device)).sum().backward()
-    sgd.step()
-    query = torch.tensor([[-2.0]], device=device)
-    scores, ids = speedtorch.nearest_neighbors(emb, query, 2, metric="dot")
-    assert ids.tolist() == [[3, 0]] and scores.tolist() == [[2.0, 0.0]]
 
 
 QUERY = torch.ones(1, WIDTH)
@@ -538,21 +534,8 @@ def test_words_are_a_sequence_of_any_script(given: Any, binary: bool, tmp_path: 
     assert parsed(tmp_path / "file", binary=binary)[0] == [given[n] for n in range(len(given))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_a_file_has_rows_of_other_dtypes_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    rows = values().to(dtype)
-    speedtorch.save_word2vec_format(made(rows), tmp_path / "file", WORDS)
-    assert np.array_equal(parsed(tmp_path / "file", binary=True)[1], rows.float().numpy())
-
-
-def test_a_file_has_what_steps_have_changed(device: str, tmp_path: Path) -> None:
-    pair = Pair(device)
-    pair.step(BATCHES[0].to(device))
-    speedtorch.save_word2vec_format(pair.ours, tmp_path / "file", WORDS)
-    assert np.array_equal(parsed(tmp_path / "file", binary=True)[1], pair.expected.numpy())
-
-
-def test_a_file_of_no_rows_has_its_header_alone(tmp_path: Path) -> None:
+def test_a_table_without_rows_has_no_block_and_a_file_with_its_header(tmp_path: Path) -> None:
+    assert list(speedtorch.Embedding(0, 3).blocks()) == []
     speedtorch.save_word2vec_format(speedtorch.Embedding(0, 3), tmp_path / "file", [])
     assert (tmp_path / "file").read_bytes() == b"0 3\n"
 
@@ -605,46 +588,20 @@ def test_an_error_half_way_keeps_the_previous_file(
 # Progress
 
 
-class Stderr(io.StringIO):
-    is_terminal = False
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-
-@pytest.fixture(params=["neighbors", "file"])
-def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., object]]:
-    emb = made(values())
-
-    def done(**settings: Any) -> object:
-        if request.param == "file":
-            return speedtorch.save_word2vec_format(emb, tmp_path / "file", WORDS, **settings)
-        return speedtorch.nearest_neighbors(emb, QUERY, rows=3, **settings)
-
-    return done
+BARS: dict[str, Callable[..., object]] = {
+    "neighbors": lambda emb, **how: speedtorch.nearest_neighbors(emb, QUERY, rows=3, **how),
+    "file": lambda emb, **how: speedtorch.save_word2vec_format(emb, "file", WORDS, **how),
+}
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "progress", "after", "shown"),
-    [
-        (False, True, 2.0, True),
-        (False, None, 0.0, False),
-        (False, False, 0.0, False),
-        (True, None, 0.0, True),
-        (True, None, 2.0, False),
-        (True, False, 0.0, False),
-    ],
-)
-def test_a_bar_is_for_requests_and_for_what_takes_long_on_a_terminal(
+@pytest.mark.usefixtures("own_folder", "on_a_terminal")
+@pytest.mark.parametrize("work", BARS.values(), ids=BARS)
+def test_a_bar_counts_rows_unless_it_is_declined(
     work: Callable[..., object],
-    is_terminal: bool,
-    progress: bool | None,
-    after: float,
-    shown: bool,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr := Stderr())
-    monkeypatch.setattr(Stderr, "is_terminal", is_terminal)
-    monkeypatch.setattr(progress_bars, "_BAR_AFTER_SECONDS", after)
-    work(progress=progress)
-    assert (stderr.getvalue() != "", "20.0" in stderr.getvalue()) == (shown, shown)
+    monkeypatch.setattr(progress_bars, "_BAR_AFTER_SECONDS", 0.0)
+    for progress in (None, True, False):
+        work(made(values()), progress=progress)
+        assert ("20.0" in capsys.readouterr().err) == (progress is not False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from documents import ROOT, blocks
-from keyed_ids import KeyedIds
+from keyed_ids import Deduplicated, KeyedIds, Strided
 from torch import nn, optim
 from warm_python import finished, warm_python
 
@@ -20,6 +20,7 @@ import speedtorch
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.distributed.optim's
 PAGE = ROOT / "docs" / "from_torchrec.md"
 RANKS = ["--standalone", "--nproc-per-node", "2"]
+DATA_PARALLEL = "cannot average the gradients of rows that differ between processes"
 IDS = {"user": [[3], [19]], "seen": [[1, 2], []], "bought": [[], [4]]}
 
 
@@ -44,22 +45,6 @@ def tables(data_type: object = torch.float32, **settings: Any) -> Any:
     )
 
 
-class Strided(KeyedIds):
-    """As a KeyedJaggedTensor whose features have other numbers of samples."""
-
-    variable_stride_per_key = staticmethod(lambda: True)
-
-    def stride_per_key(self) -> list[int]:
-        return [2, 1, 1]
-
-
-class Deduplicated(KeyedIds):
-    """As a KeyedJaggedTensor whose samples are to be selected of the result's."""
-
-    def inverse_indices_or_none(self) -> object:
-        return self.keys(), torch.zeros(3, 2, dtype=torch.int64)
-
-
 def stepped_without_attach() -> None:
     model = Ranker()
     model(KeyedIds.of(IDS)).sum().backward()
@@ -72,13 +57,13 @@ def stepped_in_backward() -> None:
     apply_optimizer_in_backward(optim.SGD, Ranker().tables.parameters(), {"lr": 0.1})
 
 
-def sharded_after_a_lookup(process_group: object) -> None:
+def sharded_after_a_lookup() -> None:
     model = Ranker()
     model(KeyedIds.of(IDS))
     speedtorch.shard(model)
 
 
-def trained_by_data_parallel(process_group: object) -> None:
+def trained_by_data_parallel() -> None:
     nn.parallel.DistributedDataParallel(Ranker())(KeyedIds.of(IDS))
 
 
@@ -86,8 +71,7 @@ def with_ids(**changed: list[list[int]]) -> KeyedIds:
     return KeyedIds.of({**IDS, **changed})
 
 
-Raises = tuple[str, type[Exception], Callable[..., object]]
-MESSAGES: list[Raises] = [
+MESSAGES: list[tuple[str, type[Exception], Callable[[], object]]] = [
     (
         "rows can be on the CPU or a GPU, got device meta",
         NotImplementedError,
@@ -158,15 +142,13 @@ MESSAGES: list[Raises] = [
         TypeError,
         lambda: torch.save(Ranker(), os.devnull),
     ),
-]
-RANK_MESSAGES: list[Raises] = [
     (
         "its rows have been used, were passed to it, or are sharded already",
         RuntimeError,
         sharded_after_a_lookup,
     ),
     (
-        "cannot average the gradients of rows that differ between processes",
+        DATA_PARALLEL,
         NotImplementedError,
         trained_by_data_parallel,
     ),
@@ -178,14 +160,7 @@ def pattern(message: str) -> str:
     return ".*".join(re.escape(text.strip()) for text in message.split("…"))
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Any:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("message", "kind", "call"), MESSAGES, ids=[row[0] for row in MESSAGES])
 def test_the_message_is_raised(
     message: str, kind: type[Exception], call: Callable[[], object]
@@ -194,20 +169,10 @@ def test_the_message_is_raised(
         call()
 
 
-@pytest.mark.parametrize(
-    ("message", "kind", "call"), RANK_MESSAGES, ids=[row[0] for row in RANK_MESSAGES]
-)
-def test_a_message_of_ranks_is_raised(
-    process_group: object, message: str, kind: type[Exception], call: Callable[[object], object]
-) -> None:
-    with pytest.raises(kind, match=pattern(message)):
-        call(process_group)
-
-
 def test_every_message_of_the_page_is_tried() -> None:
     section = PAGE.read_text().partition("## Error messages")[2]
     named = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert sorted(named) == sorted(message for message, *_ in MESSAGES + RANK_MESSAGES)
+    assert sorted(named) == sorted(message for message, *_ in MESSAGES)
 
 
 @pytest.mark.examples
