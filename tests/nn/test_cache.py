@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from optimizer_cases import CASES
 from reference import assert_same_content
 from small_training import SmallTraining
 from torch import nn, optim
-from torch_checkpoints import WithCheckpoint
 
 import speedtorch
 from speedtorch.step import hot_rows
@@ -28,29 +26,6 @@ def step(training: SmallTraining) -> None:
     """Steps that change rows; the second one's lookup brings rows of slots back."""
     for row in (1, 2):
         training.step(torch.tensor([row]))
-
-
-@pytest.mark.usefixtures("restless")
-@pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
-@pytest.mark.parametrize("capacity", [None, 20])
-def test_a_checkpoint_is_loaded_into_the_memory_of_a_table_with_a_cache(
-    capacity: int | None, tmp_path: Path
-) -> None:
-    """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
-    training = trained("600B", optim.SGD, capacity=capacity)
-    rows = training.fields()
-    speedtorch.detach(training.optimizer)
-    model = nn.Sequential(training.module)
-    way = WithCheckpoint()
-    way.save((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
-    optimizer = optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
-        model(torch.arange(20)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not torch.equal(model.state_dict()["0.weight"], rows["weight"])
-    way.load((model, [optim.SGD(model.parameters(), lr=0.5)]), tmp_path)
-    assert torch.equal(model.state_dict()["0.weight"], rows["weight"])
 
 
 @pytest.mark.usefixtures("restless")

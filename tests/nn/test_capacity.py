@@ -76,15 +76,6 @@ def moved_rows(training: Training) -> list[int]:
     return moved
 
 
-def gradient_of_block(training: Training) -> Tensor:
-    """The gradient of the block, as the optimizer is given it."""
-    rows = training.emb.trained_rows
-    with rows.lock:
-        gradient = rows.own_gradient()
-    assert isinstance(gradient, Tensor)
-    return gradient
-
-
 def assert_as_without(train: Callable[[Any], object]) -> None:
     """Training with a capacity leaves the same numbers as without, bit for bit."""
     loops.assert_same_numbers(train, (loops.Way(capacity=4), loops.PLAIN))
@@ -100,7 +91,9 @@ def test_the_blocks_have_so_many_rows_and_keep_their_memory(device: str) -> None
     for part in (GOOD, OTHER, ids(4), ids(1, 1, 4, 5, 6), *random_ids(ROWS, 10, 0.5, most=4)):
         training.emb(part).square().sum().backward()
         assert training.emb.trained_rows.parameter.shape == (4, WIDTH)
-        gradient, count = gradient_of_block(training), len(part.unique())
+        with training.emb.trained_rows.lock:  # as the optimizer is given it
+            gradient = training.emb.trained_rows.own_gradient()
+        count = len(part.unique())
         assert gradient.shape == (4, WIDTH)
         assert gradient[:count].all() and not gradient[count:].any()
         assert training.emb.weight.grad is not None
@@ -255,23 +248,18 @@ def test_a_refused_lookup_ends_what_was_announced_within_the_step(device: str) -
     training.learn(OTHER)
 
 
-def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing() -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_too_many_rows_are_an_error_at_once_on_the_cpu_and_change_nothing(announced: bool) -> None:
     def train(training: Training) -> None:
         training.learn(GOOD)
         if training.emb.capacity is not None:
+            if announced:
+                training.emb.announce(GOOD)
             with pytest.raises(RuntimeError, match=f"{TOO_MANY}.* Nothing has changed"):
-                training.emb(MANY)
+                training.emb.announce(ids(4, 5)) if announced else training.emb(MANY)
         training.learn(OTHER)
 
     assert_as_without(train)
-
-
-def test_too_many_announced_rows_are_an_error_at_once_and_forgotten() -> None:
-    training = Training()
-    training.emb.announce(GOOD)
-    with pytest.raises(RuntimeError, match=f"{TOO_MANY}.* Nothing has changed"):
-        training.emb.announce(ids(4, 5))
-    training.learn(OTHER)
 
 
 def test_a_prefetched_batch_of_too_many_rows_is_an_error_when_it_is_looked_up() -> None:

@@ -7,7 +7,6 @@ then fills the optimizer's state by a step with gradients of zeros.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch_checkpoints import Training, WithCheckpoint, through_a_file
-from warm_python import warm_python
+from warm_python import finished, warm_python
 
 import speedtorch
 from speedtorch.nn.captured_state import _put_back
@@ -110,13 +109,22 @@ WAYS: dict[str, Any] = {
 MODELS = {"words": Words, "pooled": Pooled}
 
 
-def go_on(folder: str, model: str, way: str, names: Sequence[str]) -> None:
+RESUMED = [
+    *(("words", "torch.save", name) for name in NAMES[1::3]),
+    *(("words", "checkpoint", name) for name in NAMES),
+    *(("words", "checkpoint-flat", name) for name in NAMES[::3]),
+    *(("pooled", "torch.save", name) for name in NAMES[2::3]),
+    *(("pooled", "checkpoint", name) for name in NAMES[1::2]),
+]
+
+
+def go_on(folder: str) -> None:
     """What the fresh process does."""
-    for name in names:
+    for number, (model, way, name) in enumerate(RESUMED):
         training = begin(MODELS[model], name, seed=1)
-        WAYS[way].load(training, Path(folder, name))
+        WAYS[way].load(training, Path(folder, str(number)))
         train(training, range(3, 6))
-        torch.save(states_of(training), Path(folder, f"{name}.pt"))
+        torch.save(states_of(training), Path(folder, f"{number}.pt"))
 
 
 def states_of(training: Training) -> list[dict[str, Any]]:
@@ -130,37 +138,20 @@ def states_of(training: Training) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
-@pytest.mark.parametrize(
-    ("model", "way", "names"),
-    [
-        ("words", "torch.save", NAMES[1::3]),
-        ("words", "checkpoint", NAMES),
-        ("words", "checkpoint-flat", NAMES[::3]),
-        ("pooled", "torch.save", NAMES[2::3]),
-        ("pooled", "checkpoint", NAMES[1::2]),
-    ],
-)
-def test_a_fresh_process_goes_on_bit_for_bit(
-    model: str, way: str, names: Sequence[str], tmp_path: Path
-) -> None:
-    expected = {}
-    for name in names:
+def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected = []
+    for number, (model, way, name) in enumerate(RESUMED):
         training = begin(MODELS[model], name, seed=0)
         train(training, range(3))
-        WAYS[way].save(training, tmp_path / name)
+        WAYS[way].save(training, tmp_path / str(number))
         train(training, range(3, 6))
-        expected[name] = states_of(training)
-    given = f"{str(tmp_path)!r}, {model!r}, {way!r}, {names!r}"
-    program = f"import test_attach_resume; test_attach_resume.go_on({given})"
-    done = subprocess.run(
-        [warm_python(), "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        expected.append(states_of(training))
+    program = f"import test_attach_resume; test_attach_resume.go_on({str(tmp_path)!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = finished([warm_python(), "-c", program], env=environment)
     assert done.returncode == 0, done.stderr
-    for name, states in expected.items():
-        assert_same_content(torch.load(tmp_path / f"{name}.pt"), states), name
+    for number, states in enumerate(expected):
+        assert_same_content(torch.load(tmp_path / f"{number}.pt"), states), RESUMED[number]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -191,20 +182,23 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
     assert_same_content(optimizer.state_dict(), their_optimizer.state_dict())
 
 
+@pytest.mark.usefixtures("restless")
 @pytest.mark.filterwarnings("ignore")  # of torch, where no processes are joined
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+@pytest.mark.parametrize("cache", [None, "200B"])
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_a_model_goes_back_to_its_checkpoint_while_it_holds_later_rows(
-    capacity: int | None, rate: float | Tensor, tmp_path: Path
+    capacity: int | None, cache: str | None, rate: float | Tensor, tmp_path: Path
 ) -> None:
     """torch writes to the memory of state_dict(), after a step of rate 0 that moves no row."""
-    model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH, capacity=capacity))
+    model = nn.Sequential(speedtorch.Embedding(ROWS, WIDTH, capacity=capacity, cache=cache))
 
     def train_rows() -> None:
         sgd = optim.SGD(model.parameters(), lr=0.5)
-        model(torch.tensor([1, 2])).sum().backward()
-        sgd.step()
-        sgd.zero_grad()
+        for _ in range(3):
+            model(torch.tensor([1, 2])).sum().backward()
+            sgd.step()
+            sgd.zero_grad()
 
     way = WithCheckpoint()
     train_rows()
