@@ -136,20 +136,6 @@ def test_what_a_loader_returned_before_it_failed_is_trained() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
-def test_what_is_written_to_the_table_after_flush_counts(device: str, ahead: bool) -> None:
-    training = Training(device)
-    given: Any = [torch.tensor([i, i + 1]) for i in range(6)]
-    for number, ids in enumerate(training.ahead(given) if ahead else given):
-        training.step(ids)
-        if number == 1:
-            training.embedding.flush()
-            for rows in (training.embedding.table["weight"], training.expected):
-                rows[2:4] = torch.tensor([[7.0], [8.0]])
-            speedtorch.synchronize()
-    training.check()
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_what_was_announced_before_a_loop_and_not_looked_up_is_in_no_step(
     device: str, ahead: bool
 ) -> None:

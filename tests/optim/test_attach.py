@@ -63,15 +63,6 @@ def step(model: nn.Module, optimizer: optim.Optimizer, ids: Tensor = EVERY) -> N
     optimizer.step()
 
 
-def test_state_dicts_are_those_of_torch_when_every_row_is_trained() -> None:
-    (theirs, their_adam), (ours, our_adam) = made = pair()
-    for _ in range(3):
-        assert_same_content(our_adam.state_dict(), their_adam.state_dict())
-        train(made)
-    assert_same_content(our_adam.state_dict(), their_adam.state_dict())
-    assert_same_content(ours.state_dict(), theirs.state_dict())
-
-
 def saved(*holders: Any) -> list[Any]:
     """State dicts as a file gives them back."""
     return list(through_a_file([holder.state_dict() for holder in holders]))
@@ -236,20 +227,6 @@ def test_no_memory_at_all_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         speedtorch.detach(adam)
 
 
-def test_an_optimizer_without_state_does_not_need_it() -> None:
-    (theirs, _), _ = pair()
-    ours = Model()
-    ours.load_state_dict(theirs.state_dict())
-    optimizers = [optim.SGD(module.parameters(), lr=0.1) for module in (theirs, ours)]
-    for _ in range(2):
-        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-            step(model, optimizer, IDS)
-    assert_same_bytes(ours.state_dict()["words.weight"], theirs.state_dict()["words.weight"])
-    optimizers[1].param_groups[0]["momentum"] = 0.9
-    with pytest.raises(RuntimeError, match="SGD keeps momentum_buffer"):
-        step(ours, optimizers[1], IDS)
-
-
 def test_attached_twice_or_not_at_all_is_an_error() -> None:
     model = Model()
     adam, other = optim.Adam(model.parameters()), optim.Adam(model.parameters())
@@ -377,27 +354,6 @@ def test_an_optimizer_is_tried_once_for_equal_tables(
             reference.step()
         assert torch.equal(each.state_dict()["weight"][IDS.unique()], plain)
         assert states[number].keys() == reference.state[plain].keys()
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure_trains_as_in_torch(by_name: bool) -> None:
-    made = pair()
-    for model, adam in made:
-        for _ in range(2):
-
-            def closure(model: Model = model, adam: optim.Optimizer = adam) -> float:
-                adam.zero_grad()
-                loss = model(EVERY).square().sum()
-                loss.backward()
-                return float(loss.detach())
-
-            if by_name:
-                adam.step(closure=closure)
-            else:
-                adam.step(closure)
-    assert_same_bytes(
-        made[1][0].state_dict()["words.weight"], made[0][0].state_dict()["words.weight"]
-    )
 
 
 def test_attach_keeps_neither_optimizer_nor_model_alive() -> None:

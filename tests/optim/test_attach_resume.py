@@ -16,7 +16,7 @@ import pytest
 import torch
 from optimizer_cases import CASES
 from rank_processes import in_processes
-from reference import assert_same_bytes, assert_same_content
+from reference import assert_same_bytes, assert_same_content, copied
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch_checkpoints import Training, WithCheckpoint, through_a_file
@@ -155,10 +155,15 @@ def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["SGD-momentum", "Adam", "RMSprop-centered-momentum"])
-def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "name", ["SGD-momentum", "Adam", "RMSprop-centered-momentum", "RowWiseAdagrad"]
+)
+def test_plain_torch_and_ours_go_on_from_what_was_saved(name: str, dtype: torch.dtype) -> None:
     def begin_one(module: nn.Module) -> tuple[nn.Module, optim.Optimizer]:
-        return module, CASES[name].make(module.parameters(), lr=0.05, **CASES[name].settings)
+        optimizer = CASES[name].make(module.parameters(), lr=0.05, **CASES[name].settings)
+        if isinstance(module, speedtorch.Embedding):
+            speedtorch.attach(optimizer, module)
+        return module, optimizer
 
     def go_on(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
         for number in steps:
@@ -168,18 +173,18 @@ def test_plain_torch_goes_on_from_what_was_saved(name: str, dtype: torch.dtype) 
             (module(torch.arange(ROWS)) * factors).sum().backward()
             optimizer.step()
 
-    theirs, their_optimizer = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
-    ours, our_optimizer = begin_one(speedtorch.Embedding.from_module(theirs))
-    speedtorch.attach(our_optimizer, ours)
-    go_on(theirs, their_optimizer, range(6))
-    go_on(ours, our_optimizer, range(3))
-    states = through_a_file([ours.state_dict(), our_optimizer.state_dict()])
-    resumed, optimizer = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
-    for each, state in zip((resumed, optimizer), states, strict=True):
-        each.load_state_dict(state)
-    go_on(resumed, optimizer, range(3, 6))
-    assert_same_content(resumed.state_dict(), theirs.state_dict())
-    assert_same_content(optimizer.state_dict(), their_optimizer.state_dict())
+    theirs = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
+    ours = begin_one(speedtorch.Embedding.from_module(theirs[0]))
+    go_on(*theirs, range(6))
+    go_on(*ours, range(3))
+    states = through_a_file([each.state_dict() for each in ours])
+    for kind in (nn.Embedding, speedtorch.Embedding):
+        resumed = begin_one(kind(ROWS, 8, dtype=dtype))
+        for each, state in zip(resumed, copied(states), strict=True):
+            each.load_state_dict(state)
+        go_on(*resumed, range(3, 6))
+        for each, expected in zip(resumed, theirs, strict=True):
+            assert_same_content(each.state_dict(), expected.state_dict())
 
 
 @pytest.mark.usefixtures("restless")

@@ -479,35 +479,9 @@ def test_the_number_lies_behind_the_weight_of_its_row() -> None:
     assert embedding.table["sum"].storage_offset() == 128
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
-def test_an_attached_optimizer_resumes_from_a_file(dtype: torch.dtype) -> None:
-    models = [
-        speedtorch.Embedding.from_pretrained(drawn((ROWS, WIDTH), seed, dtype), freeze=False)
-        for seed in range(2)
-    ]
-    optimizers = [optimizer_of(model) for model in models]
-    train(models[0], optimizers[0], batches(4))
-    saved = through_a_file([models[0].state_dict(), optimizers[0].state_dict()])
-    assert saved[1]["state"][0]["sum"].dtype == torch.float32
-    models[1].load_state_dict(saved[0])
-    optimizers[1].load_state_dict(saved[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, batches(4))
-    assert_same_content(models[1].state_dict(), models[0].state_dict())
-    assert_same_content(optimizers[1].state_dict(), optimizers[0].state_dict())
-
-
 def test_an_attached_optimizer_loads_by_torchs_hooks() -> None:
     """Its load_state_dict takes no state of all rows to the device of the parameter."""
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     optimizer = RowWiseAdagrad(embedding.parameters())
     speedtorch.attach(optimizer, embedding)
     assert "load_state_dict" not in vars(optimizer)
-
-
-def test_without_attach_the_step_says_what_is_kept() -> None:
-    embedding = speedtorch.Embedding(ROWS, WIDTH)
-    optimizer = RowWiseAdagrad(embedding.parameters())
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"RowWiseAdagrad keeps sum of each row.*attach\("):
-        optimizer.step()
