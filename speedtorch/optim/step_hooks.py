@@ -329,7 +329,7 @@ class _Steps(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[weakref.ref[OptimizerStep]] = []
-        self.tried: list[Callable[..., Any]] | None = None
+        self.tried: tuple[Optimizer, list[Callable[..., Any]]] | None = None
         """The step functions that a test run in find_own_step() has called; None outside of it."""
 
 
@@ -375,9 +375,10 @@ def find_own_step(optimizer: Optimizer, rows: TrainedRows) -> None:
     if len(own) > 1:  # a test run finds the innermost by super().step()
         # On the rows' device: Adam's capturable=True and a tensor as the lr exclude the CPU.
         values = rows.parameter.new_zeros((19, *rows.parameter.shape[1:]))
-        tried = _steps.tried = []
+        tried: list[Callable[..., Any]] = []
         try:
             copied = OptimizerCopy(optimizer, rows.weight, values, {}, construct=False)
+            _steps.tried = copied.optimizer, tried
             with kept_random(values.device):
                 copied.step(torch.zeros_like(values), sparse=False)
         except Exception as error:
@@ -419,8 +420,8 @@ def _entered(function: Callable[..., Any]) -> Callable[..., Any]:
         optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], is_traced: bool = False
     ) -> tuple[OptimizerStep | None, tuple[Any, ...], dict[str, Any]]:
         """Enters a call; returns it, or None for another function, and the step's arguments."""
-        if _steps.tried is not None:
-            _steps.tried.append(step)
+        if _steps.tried is not None and _steps.tried[0] is optimizer:  # it may step another
+            _steps.tried[1].append(step)
         cache = _cache_of(optimizer)
         if cache.running is not None:
             cache.running.wait()  # a step in another thread has replaced the weights

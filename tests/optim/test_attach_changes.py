@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from probed_optimizers import Boxed
+from probed_optimizers import Boxed, Own
 from reference import assert_same_bytes, assert_same_content
 from test_attach import EVERY, IDS, ROWS, WIDTH, Model, pair, step, train
 from torch import Tensor, nn, optim
@@ -28,24 +28,15 @@ def assert_same_rows(ours: Model, theirs: Model) -> None:
     assert_same_content(ours.state_dict(), theirs.state_dict())
 
 
-class Lookahead(optim.Optimizer):
+class Lookahead(Own):
     """Keeps a slow copy of the weights, made at its tenth step only."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                state.setdefault("step", 0)
-                state["step"] += 1
-                weight -= group["lr"] * weight.grad
-                if state["step"] == 10:
-                    state["slow"] = weight.clone()
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] = state.setdefault("step", 0) + 1
+        parameter -= group["lr"] * gradient
+        if state["step"] == 10:
+            state["slow"] = parameter.clone()
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -344,25 +335,20 @@ def test_attach_that_fails_keeps_what_was_loaded_or_read(
         speedtorch.detach(adam)
 
 
-class CountsInGroup(optim.Optimizer):
+class CountsInGroup(Own):
     """Makes its counter in the group when it steps first."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if group["step"] == 1:
-                    state["mean"] = torch.zeros_like(weight)
-                scale = state.get("never assigned", 1.0)
-                state["mean"].lerp_(weight.grad, 0.1)
-                weight -= group["lr"] * scale * state["mean"]
+        super().step(closure)
+
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if group["step"] == 1:
+            state["mean"] = torch.zeros_like(parameter)
+        scale = state.get("never assigned", 1.0)
+        parameter -= group["lr"] * scale * state["mean"].lerp_(gradient, 0.1)
 
 
 def test_a_counter_in_the_group_is_no_setting() -> None:
@@ -371,22 +357,16 @@ def test_a_counter_in_the_group_is_no_setting() -> None:
     assert_same_rows(ours, theirs)
 
 
-class KeepsBeside(optim.Optimizer):
+class KeepsBeside(Own):
     """Momentum, and something else beside it that is neither a tensor nor counted."""
 
-    def __init__(self, parameters: Any, beside: Any = None) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.beside = beside
+    beside: Any
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for weight in self.param_groups[0]["params"]:
-            if weight.grad is None:
-                continue
-            state = self.state[weight]
-            if not state:
-                state.update(mean=torch.zeros_like(weight), beside=self.beside)
-            weight -= 0.1 * state["mean"].mul_(0.9).add_(weight.grad)
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(mean=torch.zeros_like(parameter), beside=self.beside)
+        parameter -= group["lr"] * state["mean"].mul_(0.9).add_(gradient)
 
 
 class Many(dict[str, int]):
@@ -408,28 +388,12 @@ BESIDE = (
 
 @pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: type(beside).__name__)
 def test_state_that_is_no_number_is_kept_beside_the_rows(beside: Any) -> None:
-    def make(parameters: Any, lr: float) -> optim.Optimizer:
-        return KeepsBeside(parameters, beside)
-
-    (theirs, _), (ours, ours_opt) = made = pair(make)
+    kind = type("KeepsBeside", (KeepsBeside,), {"beside": beside})
+    (theirs, _), (ours, ours_opt) = made = pair(kind)
     train(made, 2)
     assert_same_rows(ours, theirs)
     for entries in ours_opt.state_dict()["state"].values():
         assert repr(entries["beside"]) == repr(beside)
-
-
-class StepsAnother(optim.Optimizer):
-    """Lets another optimizer step before it steps its rows."""
-
-    def __init__(self, parameters: Any, first: Callable[[Tensor], None]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-        self.first = first
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for weight in self.param_groups[0]["params"]:
-            self.first(weight)
-            weight -= weight.grad
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -437,13 +401,19 @@ def test_a_step_within_a_step_does_not_change_the_outer_steps_rows(compiled: boo
     scale, seen = nn.Parameter(torch.ones(1)), []
     sgd = optim.SGD([scale])
 
-    def first(weight: Tensor) -> None:
-        sgd.step()
-        seen.append((type(weight), tuple(weight.shape)))
+    class StepsAnother(Own):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+        def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+            sgd.step()
+            seen.append((type(parameter), tuple(parameter.shape)))
+            parameter -= gradient
 
     embedding = speedtorch.Embedding(ROWS, WIDTH)
+    step(embedding, optim.SGD(embedding.parameters()), IDS)  # SGD's step function is known
     before = embedding.state_dict()["weight"].clone()
-    outer = StepsAnother(embedding.parameters(), first)
+    outer = StepsAnother(embedding.parameters())
     if compiled:  # torch.compile's own functions stand between a step and our hooks
         outer.step = torch.compile(outer.step, backend="eager")  # type: ignore[method-assign]
     step(embedding, outer, torch.tensor([2, 5]))
