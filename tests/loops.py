@@ -223,9 +223,15 @@ def joining(train: Loop) -> Loop:
     return train
 
 
-def assert_same_numbers(train: Loop, ways: tuple[Way, Way], *given: Any, **settings: Any) -> None:
+def assert_same_numbers(
+    train: Loop,
+    ways: tuple[Way, Way],
+    *given: Any,
+    kind: type[Training] = Training,
+    **settings: Any,
+) -> None:
     """Trains a loop in two ways, with the same numbers at the end and wherever they are read."""
-    ours, theirs = (Training(way, *given, **settings) for way in ways)
+    ours, theirs = (kind(way, *given, **settings) for way in ways)
     for each in (ours, theirs):
         train(each)
     actual, expected = ours.result(), theirs.result()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from loops import CAPACITY, JOINING, LOOPS, ROWS, TORCH, Training, Way, first_rows
+from loops import CAPACITY, JOINING, LOOPS, ROWS, TORCH, Training, Way, assert_same_numbers
 from optimizer_cases import CASES
 from probed_optimizers import Own
 from reference import assert_same_bytes, assert_same_content
@@ -57,18 +57,14 @@ class Stored(Training):
 
         self.optimizer.register_step_post_hook(after_step)
 
+    def result(self) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in super().result().items()}
+
 
 def assert_same(loop: str, ways: tuple[Way, Way], *given: Any, **settings: Any) -> None:
     """Both ways train to the same rows and see the same on the way."""
-    ours, theirs = (Stored(way, *given, **settings) for way in ways)
-    for module in (ours, theirs):
-        {**LOOPS, **JOINING}[loop](module)
-    actual, expected = ours.result(), theirs.result()
-    for name, value in expected.items():
-        assert_same_bytes(actual[name].cpu().to(value.dtype), value.cpu())
-    for one, other in zip(ours.seen, theirs.seen, strict=True):
-        assert_same_bytes(one, other)
-    assert not torch.equal(expected["weight"].cpu().float(), first_rows().to(BF16).float())
+    train = {**LOOPS, **JOINING}[loop]
+    assert_same_numbers(train, ways, *given, kind=Stored, **settings)
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -139,25 +135,18 @@ def test_a_saved_training_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None
     assert_same_content(other.fields(), training.fields())
 
 
-class _Fails(optim.Optimizer):
-    """Raises in its first step."""
+class Fails(Own):
+    fails = False
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.fails = False
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if self.fails:
             raise ZeroDivisionError
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
+        parameter -= group["lr"] * gradient
 
 
 def test_a_step_that_raises_rounds_no_rows_without_a_gradient() -> None:
     both = nn.ModuleList([speedtorch.Embedding(4, 8, stored=BF16) for _ in range(2)])
-    optimizer = _Fails(both.parameters())
+    optimizer = Fails(both.parameters())
     speedtorch.attach(optimizer, both)
     for number in range(2):
         optimizer.zero_grad()
