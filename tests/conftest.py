@@ -81,7 +81,7 @@ LONGEST = [
     "shard",
     "embedding_machine",
 ]
-LONGEST += ["collection_exact", "embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
+LONGEST += ["embedding_exact", "capacity", "swapper_programs", "swapper_auto"]
 LONGEST += ["packaging", "notebooks", "unit_training", "joint_exchange", "switch_interrupts"]
 LONGEST += ["paths", "compare", "training_exact", "benchmarks", "glove"]
 LONGEST += ["dlrm_processes", "binary", "several_gpus_page", "ncf", "dlrm", "properties", "readme"]
