@@ -1,1 +1,1 @@
-"""Modules with host tables: Embedding, EmbeddingBag, collections, prefetch and graphed steps."""
+"""Embedding, EmbeddingBag and collections with host tables, prefetch loops and graphed steps."""

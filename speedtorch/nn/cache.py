@@ -17,9 +17,9 @@ def cache(module: nn.Module, nbytes: int | str | None) -> None:
     """Keeps the most frequently loaded rows and their optimizer state in device memory.
 
     A cache does not change the results of a step. A step loads a cached row from device memory and
-    writes it back there, so that the row does not cross the link (PCIe or NVLink-C2C). With Zipf
-    1.05, a cache of a tenth of the rows served 40 % of the loaded rows (docs/cache.md). If all ids
-    are equally frequent, a cache of a tenth serves a tenth.
+    writes it back there, so that the row does not cross the link (PCIe or NVLink-C2C). For ids with
+    a Zipf distribution of exponent 1.05, a cache of a tenth of the rows served 40 % of the loaded
+    rows (docs/cache.md). If all ids are equally frequent, a cache of a tenth serves a tenth.
 
     The cache selects the most frequently loaded rows before the 4th, the 16th and then every 64th
     exchange that writes rows back. With speedtorch.graphed the cache selects rows between two

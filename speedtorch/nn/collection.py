@@ -499,7 +499,7 @@ class EmbeddingCollection(TableCollection):
         return dims.pop()
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The keys of each table's features in the result: `feature@table` if tables share one."""
+        """The result's keys for each table; `feature@table` if several tables have the feature."""
         return [list(names) for names in self._names]
 
     def need_indices(self) -> bool:

@@ -718,8 +718,8 @@ class RowModule(nn.Module):
             dtype, requested = self.weight.dtype, self._requested_dtype
             raise TypeError(
                 f"{name}: the module was converted to {requested}, but its table remains {dtype}."
-                f" Call emb.to({dtype}), or build the module with dtype={requested}. For mixed"
-                " precision use torch.autocast."
+                f" Convert it back with module.to({dtype}), or build it with rows of {requested}."
+                " For mixed precision use torch.autocast."
             )
         weight: Tensor | None = self._parameters.get("weight")
         if weight is None or self.trained_rows.weight_reference() is not weight:

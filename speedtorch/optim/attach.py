@@ -77,13 +77,13 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
             of them already; another optimizer is attached to one of them; the optimizer is a copy
             of an attached one, or the probe raises; the table is read-only; or the bytes of a cache
-            are too few for one row with its state. Nothing has changed.
+            are too few for one row with its state. Rows and optimizer state have not changed.
         NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
             cannot be tried out.
         RuntimeError: a captured CUDA graph uses the rows, another module trains them now, or a step
             on a GPU exceeded the capacity.
         MemoryError: memory is too small for the state or for the probe (on a GPU
-            torch.OutOfMemoryError). Nothing has changed.
+            torch.OutOfMemoryError). Rows and optimizer state have not changed.
 
     Example:
         >>> import speedtorch, torch

@@ -535,7 +535,7 @@ def _check(
                 " state of the other tables does not change."
             )
         raise RuntimeError(
-            f"{kept_of}, but is not attached. Call speedtorch.attach(optimizer, model) once before"
-            " the first step. Nothing was stepped."
+            f"{kept_of}, but is not attached. Call speedtorch.attach(optimizer, model) once, before"
+            " step(). Nothing was stepped."
         )
     stateless[id(parameter)] = settings

@@ -34,7 +34,8 @@ class Announcements:
 
     1. The first lookup of an announced tensor loads the rows of all tensors of its announce() and
        of every later announce(). Earlier announced ids are given up.
-    2. A lookup of other ids loads only its own rows. The announced ids wait.
+    2. A lookup of other ids loads only its own rows. The announced ids wait. With a capacity, such
+       a lookup loads the rows of the whole latest batch if the batch contains all of its rows.
     3. An announce() after zero_grad() or an error begins a new batch, whose rows do not share the
        capacity with the batch before. The batch before still waits, until a lookup of the new
        batch gives it up by rule 1.

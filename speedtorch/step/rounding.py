@@ -109,7 +109,7 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
     if held != torch.float32:
         raise ValueError(
             f"stored: rows are {held} in a step, but only float32 can be stored in 16 bits. Pass"
-            " dtype=torch.float32."
+            " dtype=torch.float32 (data_type= in a collection's config)."
         )
     return dtypes
 

@@ -1,4 +1,4 @@
-"""RowStore: a step's only access to the host records of a table."""
+"""RowStore: reads and writes the host records of a table for the steps of one module."""
 
 from __future__ import annotations
 
