@@ -1,5 +1,5 @@
-// The checks that every op makes before the first byte moves. An op names all its tensors once,
-// with their use, and follows these steps in this order:
+// The checks that the ops on rows and ids make before the first byte moves. An op names all its
+// tensors once, with their use, and follows these steps in this order:
 //   1. kinds: the constructor (dense, on the CPU or a GPU, a supported dtype, storage with
 //      memory); shapes, dtypes and devices that must fit each other: tensor_checks.h
 //   2. aliases: nothing that is written shares a byte with anything else   check_memory()

@@ -1,7 +1,7 @@
-// The CUDA calls of all .cpp files, behind one table of function pointers, so that these files
-// build and run without CUDA. The .cu files call CUDA directly. Tests replace entries with failing
-// or simulated ones (exported as `speedtorch_cuda_calls`). Results are cudaError_t values; 0 is
-// success.
+// The CUDA calls of all .cpp files except virtual_memory.cpp, behind one table of function
+// pointers, so that these files build and run without CUDA. The .cu files call CUDA directly. Tests
+// replace entries with failing or simulated ones (exported as `speedtorch_cuda_calls`). Results are
+// cudaError_t values; 0 is success.
 #pragma once
 
 #include <cstddef>

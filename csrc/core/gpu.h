@@ -1,6 +1,7 @@
-// The current stream, and the record of bad ids. Every op on a GPU runs on the current stream and
-// first throws the error in the record, if any. Checking ids on the GPU needs no synchronization:
-// an op with a bad id moves nothing and writes to the record.
+// The current stream, and the record of bad ids. An op on rows or ids of a GPU runs on the current
+// stream and first throws the error in the record, if any. Checking ids on the GPU needs no
+// synchronization: an op with a bad id writes to the record and moves nothing (exchange_rows: moves
+// no row of a bad entry).
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

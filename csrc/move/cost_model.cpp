@@ -214,7 +214,8 @@ int swap_sms(const CurrentStream& stream) {
 
 namespace {
 
-// Forces the path of every later op; -1 ends this. For tests and measurements.
+// Forces the path of later gathers and scatters on a GPU without a plan, unless rows are staged; -1
+// ends this. For tests and measurements.
 void force_path(int64_t path) {
   if (path < -1 || path >= kGpuPaths) {
     throw_value_error("force_path", "path must be -1 to 2, got ", path);

@@ -644,7 +644,7 @@ def table_ids(ids: Tensor, offsets: Tensor, ranges: Tensor, samples: int) -> tup
 
     Raises:
         ValueError: A shape, dtype or device does not fit, or offsets on the CPU are invalid. (For
-            invalid offsets on a GPU, `bags` is arbitrary.)
+            invalid offsets on a GPU, both results are arbitrary.)
 
     Example:
         >>> offsets, ranges = torch.tensor([0, 2, 2, 3, 4]), torch.tensor([[0, 10], [10, 5]])
@@ -681,7 +681,8 @@ def pool_rows(
 
     Raises:
         ValueError: A shape, dtype or device does not fit, the number of bags is not a multiple of
-            `features`, or places or offsets on the CPU are invalid.
+            `features`, or places or offsets on the CPU are invalid. (For invalid offsets on a GPU,
+            the sums are arbitrary.)
         NotImplementedError: `rows` requires grad outside of torch.no_grad(), or has a forward-mode
             tangent.
 

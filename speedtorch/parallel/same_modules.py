@@ -98,7 +98,10 @@ def _compare(
     first: list[tuple[str, _Settings]], of_rank: list[tuple[str, _Settings]], rank: int
 ) -> None:
     """Raises ValueError if the modules of a rank or their settings differ from the first rank's."""
-    remedy = "Build the same model on all ranks. Nothing has changed on any rank."
+    remedy = (
+        "Build the same model, and pass the same arguments, on all ranks. Nothing has changed on"
+        " any rank."
+    )
     for ours, theirs in zip_longest(first, of_rank):
         if ours is None or theirs is None or ours[0] != theirs[0]:
             module, of_first = (
