@@ -122,7 +122,9 @@ def npy_header(shape: Sequence[int], dtype: torch.dtype) -> bytes:
     """Returns all bytes of a .npy file before the elements."""
     names = {its_dtype: name for name, its_dtype in NPY_DTYPES.items()}
     if dtype not in names:
-        remedy = "Save as .safetensors instead" if dtype.is_floating_point else "Convert the field"
+        remedy = "Convert the field to another dtype"
+        if dtype.is_floating_point:
+            remedy = "Save as .safetensors instead"
         raise ValueError(f".npy files cannot hold {dtype}. {remedy}.")
     header = io.BytesIO()
     content = {"descr": names[dtype], "fortran_order": False, "shape": tuple(shape)}

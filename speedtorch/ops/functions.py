@@ -2,9 +2,9 @@
 
 Importing the library `speedtorch._C` registers `torch.ops.speedtorch.*`. These functions are those
 ops with defaults and keywords. Public ops run on torch's current stream. The host waits for a GPU
-only in synchronize(), in sum_rows() without `distinct`, and if an op on a GPU uses a table in
-pageable memory. Ids on the CPU are checked before any row moves. `synchronize` documents the check
-of ids on a GPU.
+only in synchronize(), in sum_rows() without `distinct`, in the backward of pinned_gather(), and if
+an op on a GPU uses a table in pageable memory. Ids on the CPU are checked before any row moves.
+`synchronize` documents the check of ids on a GPU.
 """
 
 from __future__ import annotations
@@ -193,11 +193,11 @@ def pinned_gather(
 
     Rows are copied as bytes; a copy from pageable memory to a GPU is staged. Without `out`, the
     result is differentiable with respect to `table`: the gradient is a sparse COO tensor on the
-    table's device.
+    table's device. If that is the CPU, the backward waits for the GPU.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of the result. Any row stride, and any dtype
-            except quantized ones; each row is contiguous.
+            except quantized ones, bits and integers of less than a byte; each row is contiguous.
         index: int32 or int64 ids of any shape, on the CPU or on the device of the result.
         out: Contiguous output tensor `[*index.shape, *table.shape[1:]]`. With ids on the CPU and
             `out` on a GPU, the rows are copied to that GPU.
