@@ -47,7 +47,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"speedtorch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     about = commands.add_parser("info", help="versions, what was built, GPUs, links, host, memory")
-    about.add_argument("--json", action="store_true", help="for programs: a JSON object, in bytes")
+    about.add_argument(
+        "--json", action="store_true", help="for programs: a JSON object, with memory in bytes"
+    )
     doctor = commands.add_parser("doctor", help="checks host memory, links, limits and a folder")
     doctor.add_argument("--json", action="store_true", help="for programs: a JSON list of findings")
     doctor.add_argument(

@@ -379,7 +379,7 @@ constexpr int64_t kFaultFields = 8;
 static_assert(sizeof(Fault) == kFaultFields * sizeof(int64_t));
 
 // The limits of a batch, and the record of the first batch that does not fit. After this batch no
-// batch fits.
+// batch fits until the caller clears `halt`.
 struct Fitting {
   const PlanStatus* status;  // status of the plan whose ids are `named`
   int64_t capacity;          // maximum number of rows

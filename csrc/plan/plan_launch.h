@@ -33,9 +33,8 @@ constexpr PlanStatus status_of_distinct(int64_t count, int64_t rows) {
 // The table that a plan is made for, and how a step stores its rows.
 struct PlanTable {
   int64_t rows;
-  int64_t padding = -1;  // the id of a row that is not trained, or -1
-  int64_t capacity =
-      -1;  // rows of the block that holds those of the batch, or -1: as many as named
+  int64_t padding = -1;   // the id of a row that is not trained, or -1
+  int64_t capacity = -1;  // rows of the block for the batch's rows; -1: as many as the batch names
 
   // The sort key of an id: the padding comes last.
   constexpr int64_t key_of(int64_t id) const { return padding >= 0 && id == padding ? rows : id; }
