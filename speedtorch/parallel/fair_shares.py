@@ -1,4 +1,4 @@
-"""FairShares: the maximum number of each rank's rows in a lookup, for rows with a capacity.
+"""FairShares: the maximum of each rank's rows in a training lookup, for rows with a capacity.
 
 Ranks request rows in blocks of a fixed size. Blocks of the whole capacity for each pair of ranks
 would multiply the traffic by the number of ranks. Ids that are spread over the table name about
@@ -28,7 +28,7 @@ class FairShares(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The maximum number of unique rows of each rank that a lookup of one rank may name.
+        """The maximum number of unique rows of each rank that one rank's lookup may name.
 
         The row of padding_idx is one more, because it does not count against a capacity.
 
