@@ -199,14 +199,14 @@ def _evicted(optimizer: Optimizer, buckets: Sequence[_Bucket]) -> int:
 class StateSwapper:
     """Keeps optimizer state in host memory, and copies it to the device in buckets for each step.
 
-    Parameters, gradients and activations remain on their device. `optimizer.step()` steps the
+    Without `device`, parameters and gradients are not moved. `optimizer.step()` steps the
     parameters in buckets. While one bucket is stepped, the state of the next bucket is copied to
     the device, and the state of the previous bucket is written back. Without `stored`, results
     equal a step with all state on the device. Buckets that fit into the budget beside the three in
     transfer remain on the device. Between steps, the state of other buckets consists of ordinary
     CPU tensors. State tensors that several parameters share, or that alias a parameter or its
-    gradient, are not moved. state_dict() returns all state; load_state_dict() loads it into host
-    memory.
+    gradient, are not moved to the host. state_dict() returns all state; load_state_dict() loads it
+    into host memory.
 
     Any module works whose parameters remain on their device between steps. This includes
     DistributedDataParallel and `fully_shard` (FSDP2), whose ranks step their shards.

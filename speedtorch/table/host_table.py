@@ -143,19 +143,20 @@ class HostTable:
         dtype: The dtype of the weight.
         state: Names of fields with the weight's shape and dtype, named like the optimizer's state,
             or a mapping of names to (shape, dtype).
-        memory: "managed" or "registered": host memory that the GPU reads in place. "plain":
-            pageable host memory, which a GPU reaches only by staged copies. "auto": the fastest
-            kind on this machine. "cuda": GPU memory. "file": a mapped file, for tables larger than
-            the memory. A GPU reaches it by staged copies, except for `resident` rows. "shared":
-            host memory that other processes open through `share()`. Each process with a GPU
-            registers it.
+        memory: "managed" or "registered": host memory that the GPU accesses in place. "plain":
+            pageable host memory, which a GPU reaches by staged copies, or on Grace in place.
+            "auto": the fastest of these kinds on this machine. "cuda": GPU memory. "file": a mapped
+            file, for tables larger than the memory. A GPU reaches it by staged copies, except for
+            `resident` rows. "shared": host memory that other processes open through `share()`. Each
+            process with a GPU registers it.
         device: The GPU of memory="cuda".
         path: The new file of memory="file", without a header. If another program shortens the file,
             later calls raise. A call that reads the file at that moment ends the process.
         resident: Bytes, or a text such as "64GiB", of host memory for the most used rows of
-            memory="file". The GPU reads these rows in place. Steps read other rows from the file,
-            and write changed rows when another row needs the memory. flush() and methods that read
-            rows write all changed rows. Until then another process sees older rows in the file.
+            memory="file". The GPU accesses these rows in place. Steps read other rows from the
+            file, and write changed rows when another row needs the memory. flush() and methods that
+            read or write rows write all changed rows. Until then another process sees older rows in
+            the file.
 
     Attributes:
         rows, memory: The arguments. If `memory` was "auto", the kind that was chosen.
@@ -602,8 +603,8 @@ class HostTable:
         """Reads rows of a field by id, or whole records if `field` is None. See ops.pinned_gather.
 
         The result is `[*index.shape, *shape]`, or `[*index.shape, columns]` for records. Without
-        `out` the result is on the device of the ids. If ids on a GPU are out of range, a later
-        call raises IndexError, at the latest flush().
+        `out` the result is on the device of the ids. If an id on a GPU is out of range, the result
+        is zeros and a later call raises IndexError, at the latest flush().
 
         Example:
             >>> HostTable(3, 2, memory="plain").gather(torch.tensor([[0], [2]])).shape
@@ -775,6 +776,8 @@ class HostTable:
         progress: bool | None = None,
     ) -> _Self:
         """Draws all elements of a field uniformly from `[low, high)`. See HostTable for the rest.
+
+        8-bit floats are rounded from float32, and may equal `high`.
 
         Raises:
             ValueError: `low` exceeds `high`, or the field has integers.

@@ -56,8 +56,9 @@ class WholeFields:
     def load(self, name: str, value: Tensor, first: int = 0) -> None:
         """Copies `value` `[n, ...]`, on any device, to the rows of a field from row `first` on.
 
-        Makes no second full copy of the rows. Torch converts their dtype to the field's. For a
-        sharded table, `value` has rows of all ranks, of which this rank's rows are copied.
+        Torch converts their dtype to the field's. From a GPU to an unsharded table in host memory,
+        the rows are copied in blocks, without a second full copy. For a sharded table, `value` has
+        rows of all ranks, of which this rank's rows are copied.
         """
         are_all = len(value) == self._table.whole_rows
         table = self._table.table_of(name, anew=are_all)

@@ -374,7 +374,7 @@ def test_own_first_values_and_state_of_a_file_raise(tmp_path: Any) -> None:
     assert Drawn(OLD, DIM).resize(NEW, rows=NEW_ROWS).num_embeddings == NEW
     speedtorch.HostTable(OLD, DIM, state=["sum"]).save(path := tmp_path / "t.safetensors")
     opened = speedtorch.Embedding.from_pretrained(path, freeze=False)
-    with pytest.raises(RuntimeError, match=r"Call attach\(\) before"):
+    with pytest.raises(RuntimeError, match=r"attach\(\) with an optimizer that has"):
         opened.resize(NEW)
     optimizer = OPTIMIZERS["Adagrad"](opened.parameters())
     speedtorch.attach(optimizer, opened)
