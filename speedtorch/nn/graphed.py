@@ -46,7 +46,7 @@ class GraphedStep(ABC):
         self._settings = self._numbers()
 
     def _numbers(self) -> list[list[dict[str, Any]]]:
-        """The hyperparameters that are numbers: a replay uses their values at the capture."""
+        """The hyperparameters that are numbers."""
         return [
             [
                 settings_of(optimizer, group["params"][0]) if group["params"] else {}
@@ -149,6 +149,19 @@ class _Captured(GraphedStep):
         self._result = _without_nodes(result)
         self._state = CapturedState(modules, optimizers, [*memories])
 
+    def _numbers(self) -> list[list[dict[str, Any]]]:
+        """Like GraphedStep._numbers; a replay also repeats the values of tensors on the CPU."""
+        found = super()._numbers()
+        for optimizer, groups in zip(self._optimizers, found, strict=True):
+            for group, numbers in zip(optimizer.param_groups, groups, strict=True):
+                for name in optimizer.defaults:
+                    value = group.get(name)
+                    if isinstance(value, tuple):
+                        numbers[name] = tuple(map(_number, value))
+                    elif _number(value) is not value:
+                        numbers[name] = _number(value)
+        return found
+
     def _own(self, given: Any) -> Any:
         return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
 
@@ -220,6 +233,11 @@ def _alike(own: Any, given: Any) -> bool:
     if not _is_tensor(own):
         return bool(own == given)
     return isinstance(given, Tensor) and (own.shape, own.dtype) == (given.shape, given.dtype)
+
+
+def _number(value: Any) -> Any:
+    """Returns the numbers in a tensor on the CPU, and any other value as it is."""
+    return value.tolist() if isinstance(value, Tensor) and value.is_cpu else value
 
 
 def _changed(before: list[list[dict[str, Any]]], now: list[list[dict[str, Any]]]) -> str:

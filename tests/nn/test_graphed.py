@@ -372,14 +372,23 @@ def test_what_a_cycle_has_left_of_a_step_before_is_no_fault() -> None:
     world.graphed()
 
 
-def test_a_number_that_changes_is_refused() -> None:
-    world = World()
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor on the CPU"])
+def test_a_number_that_changes_is_refused(rate: float | Tensor) -> None:
+    world = World(name="Adam, fused")
+    group = world.optimizer.param_groups[0]
+    group["lr"] = rate
     step, (batch, *_) = world.graphed(), batches(2)
     step(*batch)
-    world.optimizer.param_groups[0]["lr"] = 0.2
-    with pytest.raises(RuntimeError, match=r"lr was 0.1, is 0.2. Pass the optimizer a tensor"):
-        step(*batch)
-    world.optimizer.param_groups[0]["lr"] = 0.1
+    for changed in (0.25, 0.5):
+        if isinstance(rate, Tensor):
+            rate.fill_(changed)
+        else:
+            group["lr"] = changed
+        if changed == 0.25:
+            with pytest.raises(
+                RuntimeError, match=r"lr was .*0.5.*, is .*0.25.*\. Pass lr as a te"
+            ):
+                step(*batch)
     step(*batch)
 
 
