@@ -75,9 +75,10 @@ def attach(optimizer: Optimizer, module: nn.Module) -> None:
     Raises:
         TypeError: `optimizer` is no torch optimizer, or `module` is no torch module.
         ValueError: the optimizer holds no Embedding's weight of the module, or is attached to all
-            of them already; another optimizer is attached to one of them; the optimizer is a copy
-            of an attached one, or the probe raises; the table is read-only; or the bytes of a cache
-            are too few for one row with its state. Rows and optimizer state have not changed.
+            of them already; another optimizer is attached to one of them; the optimizer has a
+            step count from earlier steps, but no state of all rows; the probe raises; the table is
+            read-only; or the bytes of a cache are too few for one row with its state. Rows and
+            optimizer state have not changed.
         NotImplementedError: the optimizer's class overrides a step() of a base class, and the step
             cannot be tried out.
         RuntimeError: a captured CUDA graph uses the rows, another module trains them now, or a step
@@ -226,8 +227,8 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     """Adds the state to the table's records and fills it with the optimizer's present state.
 
     State of all rows, from an earlier load_state_dict(), is loaded. Without per-row state the rows
-    begin with the state before the first update. Raises ValueError if the optimizer has stepped the
-    weight without attach(), or if check() does.
+    begin with the state before the first update. Raises ValueError if the optimizer has state from
+    earlier steps, but no state of all rows, or if check() does.
     """
     rows, probe = state.table_rows, state.probe
     row_count = rows.table.whole_rows
@@ -235,7 +236,7 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
     loaded = {n: v for n, v in loaded.items() if n not in state.names or not _is_constant(v)}
     lengths = {n: len(v) if v.dim() else 1 for n, v in loaded.items() if isinstance(v, Tensor)}
     counts = {lengths[name] for name in state.names if name in lengths}
-    anew = "Build a new optimizer, attach it, and load the original's state_dict()."
+    anew = "Build a new optimizer, attach it, and load a complete state_dict()."
     if row_count in counts:
         state.check(loaded)
     elif counts:
@@ -247,8 +248,8 @@ def _attach_rows(state: AttachedState, kind: str, loaded: dict[str, Any]) -> Non
         for name, first in probe.scalar_state.items():
             if name in loaded and not agree(first, loaded[name]):
                 raise ValueError(
-                    f"{kind} has stepped {rows.name} with state of only some rows, or is a copy of"
-                    f" an attached optimizer. {anew}"
+                    f"{kind} has the state {name!r} of {rows.name} from earlier steps, but no"
+                    f" per-row state. {anew}"
                 )
         for name in lengths.keys() - {*probe.row_state, *probe.scalar_state}:
             if lengths[name] == row_count and loaded[name].dim():

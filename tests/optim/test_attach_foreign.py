@@ -367,7 +367,7 @@ REFUSED: list[tuple[Callable[[Model], optim.Optimizer], str]] = [
     ),
     (
         lambda model: adam_with(model, step=torch.tensor(3.0)),
-        "Adam has stepped Embedding with state of only some rows, or is a copy",
+        "Adam has the state 'step' of Embedding from earlier steps, but no per-row state",
     ),
 ]
 
