@@ -227,8 +227,8 @@ def written_arguments(operator: Any) -> dict[str, int]:
 def empty_of_other_dtype(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A temporary value for a parameter's `data` before the parameter's shape may change.
 
-    Only a change of dtype makes torch drop the node that accumulates the parameter's gradient. A
-    graph may keep that node alive, and the node rejects gradients of a shape other than the first.
+    On one device, only a change of dtype makes torch drop the node that accumulates the parameter's
+    gradient. A graph may keep that node alive, and the node rejects gradients of another shape.
     """
     other = torch.float32 if dtype == torch.float64 else torch.float64
     return torch.empty(0, dtype=other, device=device)

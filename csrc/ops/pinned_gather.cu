@@ -9,9 +9,9 @@
 namespace speedtorch {
 namespace {
 
-// Moves from the table to `out`. With a plan: move m is the first occurrence of distinct id m. With
-// a hash table: move m is position m if it was kept. With neither: every position moves; without a
-// status each block checks all ids itself.
+// Moves from the table to `out`. With a plan, move m copies to the first position of unique id m.
+// With a hash table, move m copies to position m if it was kept. With neither, every position
+// moves. Without a status each block checks all ids itself.
 struct TableRows : RowMapOnce {
   __device__ bool blocked() const {
     if (planned() || dedup.status != nullptr) return RowMapOnce::blocked();
@@ -31,8 +31,9 @@ struct TableRows : RowMapOnce {
   }
 };
 
-// Moves of repetitions within `out`. With a plan: position m, from the first position of its id.
-// With a hash table: the m-th position that was not kept.
+// Moves of repetitions within `out`, from a position with the same id. With a plan, move m copies
+// from the first position of the id to position m. With a hash table, move m copies to the m-th
+// position that was not kept.
 struct Repetitions : RowMapOnce {
   __device__ bool blocked() const {
     return RowMapOnce::blocked() ||

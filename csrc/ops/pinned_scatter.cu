@@ -63,8 +63,8 @@ struct LastInBlock {
   __device__ int64_t to(int64_t m, bool) const { return id(m); }
 };
 
-// Moves of the last occurrences. With a plan: the last occurrence of distinct id m. With a hash
-// table: position m if it was kept.
+// Moves of the last occurrences. With a plan, move m copies from the last position of unique id m.
+// With a hash table, move m copies from position m if it was kept.
 struct LastOccurrences : RowMapOnce {
   __device__ int64_t from(int64_t m, bool planned) const {
     if (planned) return plan.order[plan.offsets[m + 1] - 1];

@@ -289,8 +289,8 @@ def new_token() -> str:
 def _swept_folder(folder: str, hidden: re.Pattern[str]) -> Iterator[int]:
     """Opens a folder for new entries, and removes leftovers, whose names match `hidden`.
 
-    A process that writes to the folder holds a shared lock until the end of this block. Nothing is
-    removed while another process holds the lock.
+    A process that writes to the folder holds a shared lock until the end of its `with` block.
+    Nothing is removed while another process holds the lock.
     """
     with opened_folder(folder) as descriptor:
         # Without file locks, leftovers cannot be told from files in use, so all files remain.

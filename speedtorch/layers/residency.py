@@ -439,7 +439,8 @@ class Residency:
                 continue
             use = self._next_use(module, state=False)
             use_of_state = self._next_use(module, state=True)
-            # State that a step created is not copied yet. An idle module is evicted with its state.
+            # State that a step created is outside the buffer until its eviction. If the module is
+            # idle, this state counts with the module.
             state_bytes = module.groups.state.buffer.device_bytes + (
                 module.groups.created_state_bytes if is_used else 0
             )

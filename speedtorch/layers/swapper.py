@@ -206,8 +206,9 @@ class Swapper:
     def touch(self, *modules: nn.Module) -> None:
         """Marks tensors of modules as changed, after changes that torch's versions do not count.
 
-        Call this after changes such as `parameter.data.mul_(0.9)` within `use`, which are otherwise
-        not written back. Steps of the Swapper's optimizers are detected without this call.
+        Call this after changes such as `parameter.data.mul_(0.9)` within `use`, before the module
+        is evicted. These changes are otherwise not written back. Steps of the Swapper's optimizers
+        are detected without this call.
 
         Args:
             *modules: modules as in `use`.

@@ -177,7 +177,8 @@ def ids_of_modules(
 ) -> dict[RowModule, list[Tensor]]:
     """Returns the ids of each module. `named` has the format of prefetch's `ids` results.
 
-    Only these `modules` may be named. Raises TypeError or ValueError for anything else.
+    Only these `modules` may be named: other keys raise ValueError. Ids of a wrong kind raise the
+    errors of a lookup.
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(modules)) != 1:

@@ -30,7 +30,7 @@ class FairShares(NamedTuple):
     def rows(self) -> int:
         """The maximum number of unique rows of each rank that one rank's lookup may name.
 
-        The row of padding_idx is one more, because it does not count against a capacity.
+        A padding_idx adds one row, because its row does not count against a capacity.
 
         If `capacity` unique rows are drawn at random, the number of a rank's rows among them obeys
         the same tail bounds as for independent draws (Hoeffding, 1963). By Bernstein's inequality,

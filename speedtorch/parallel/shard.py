@@ -39,8 +39,8 @@ def shard(
     A module's capacity then limits a step's unique rows that one rank owns, without the row of
     padding_idx. A training lookup of one rank may name at most `capacity / ranks + 8 *
     sqrt(capacity / ranks) + 32 / 3` unique rows of each owner, rounded up, and at most the
-    capacity; with a padding_idx one more. If the capacity is at least the number of unique rows per
-    lookup, ids that are spread at random over the table exceed the limit of an owner with a
+    capacity. A padding_idx then adds one row. If the capacity is at least the number of unique rows
+    per lookup, ids that are spread at random over the table exceed the limit of an owner with a
     probability of at most 1.3e-14. A lookup that names more rows changes no row, and raises
     RuntimeError on all ranks (on a GPU the next lookup raises).
 

@@ -646,7 +646,10 @@ class HostTable:
             pinned_scatter(rows, index, src, accumulate=accumulate, plan=plan)
 
     def recording_changes(self, index: Tensor) -> AbstractContextManager[None]:
-        """A context that records rows as changed after track_changes(), and clamps bad ids."""
+        """A context that records the rows `index` as changed if track_changes() has been called.
+
+        The record clamps ids out of range, because the write itself raises their error.
+        """
         if self.changes is None or not self.rows or not _may_be_ids(index):
             return nullcontext()
         ids = index.reshape(-1).to(torch.int64)
