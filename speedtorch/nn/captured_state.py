@@ -232,7 +232,7 @@ def _own(entries: _Entries) -> _Entries:
 def _put_back(optimizer: Optimizer, known: dict[Tensor, _Entries], held: set[int]) -> None:
     """Copies earlier state into the current tensors, which a graph continues to use."""
     for parameter, state in optimizer.state.items():
-        # The table has the rows' state, which the optimizer receives at its first step.
+        # State of the step's rows is not restored: the table has per-row state for each step.
         own = id(parameter) not in held
         known_of = known.get(parameter, {})
         before = _completed(optimizer, parameter, _own(state), known_of, of_rows=own)

@@ -128,8 +128,8 @@ class TableCollection(nn.Module):
         try:
             self._check_features(features)
             sources = [self._source(group, features) for group in groups]
-            # Bad input raises before any row is copied. The lookups check ids on a GPU, and the ids
-            # of a single group.
+            # Bad input raises before any row is copied: with several groups, all ids on the CPU are
+            # checked first. The lookups check ids on a GPU, and the ids of a single group.
             read = [group.ids_of(source) for group, source in zip(groups, sources, strict=True)]
             if len(groups) > 1:
                 read = [group.checked(ids) for group, ids in zip(groups, read, strict=True)]

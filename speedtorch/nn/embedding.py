@@ -132,9 +132,9 @@ class Embedding(RowModule, nn.Embedding):
 
         Raises:
             TypeError: input is not a tensor, or the module was converted to another dtype.
-            RuntimeError: input is neither int32 nor int64, the weight was replaced, another module
-                has begun to train the rows of the same HostTable, or the step exceeds the capacity
-                (if rows are on a GPU, a later call may raise instead).
+            RuntimeError: input is neither int32 nor int64, the weight was replaced, or another
+                module has begun to train the rows of the same HostTable. Or the step exceeds the
+                capacity; if rows are on a GPU, a later call may raise this error instead.
             IndexError: An id is out of range. If rows are on a GPU, a later call may raise instead.
             NotImplementedError: In torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.

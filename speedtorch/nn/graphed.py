@@ -123,7 +123,7 @@ class _Captured(GraphedStep):
         self._next = {
             module: [self._own(ids) for ids in parts] for module, parts in self._named.items()
         }
-        # Autograd nodes of an eager step in a reference cycle would belong to that step's stream.
+        # Frees autograd nodes of eager steps in reference cycles, which belong to other streams.
         gc.collect()
         with restored_afterwards(modules, optimizers, memories):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class _Captured(GraphedStep):
                 memory = memories[module.trained_rows]
                 foreseen.enter_context(memory.prefetching_for_replay(parts))
             result = step(*self._inputs)
-        # Nodes of the captured step would run a later backward on the capture's stream.
+        # Detached, because a later backward through its nodes would run on the capture's stream.
         self._result = _without_nodes(result)
         self._state = CapturedState(modules, optimizers, [*memories])
 

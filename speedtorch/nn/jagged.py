@@ -166,7 +166,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _of_dict(given: Mapping[str, Any], wanted: list[str], name: str, weighted: bool) -> Source:
-    _check_named(name, list(given.keys()), wanted)  # a TensorDict iterates over its samples
+    _check_named(name, list(given.keys()), wanted)  # iter(TensorDict) yields samples
     values = [given[key] for key in wanted]
     if not weighted and (sizes := _sizes_of(values)) is not None:
         form, bags = (False,) * len(values), len(values[0])
@@ -187,7 +187,7 @@ def _sizes_of(values: list[Any]) -> tuple[int, ...] | None:
     """Returns each feature's bag size; None unless all are valid tensors of ids without offsets."""
     if {*map(type, values)} != {Tensor} or {ids.layout for ids in values} != {torch.strided}:
         return None
-    if any(ids.is_nested for ids in values):  # has no shape
+    if any(ids.is_nested for ids in values):  # nested tensors have no shape
         return None
     shapes = [ids.shape for ids in values]
     kinds = {*shapes}  # usually a single shape

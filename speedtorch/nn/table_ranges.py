@@ -101,7 +101,7 @@ class TableRanges:
 
     def _made(self, jagged: Jagged, device: torch.device) -> TableIds:
         if device not in self._ranges:
-            # This copy waits for the GPU, which a capture forbids: warm-up steps come first.
+            # This copy waits for the GPU, which a capture forbids. A warm-up step has made it.
             ranges = [(self.firsts[k], self.tables[k].rows) for k, _ in self.features]
             self._ranges[device] = torch.tensor(ranges, device=device).reshape(-1, 2)
         ids, offsets, samples, _ = jagged
@@ -182,5 +182,5 @@ class _IdsCache(deque[_Entry]):
     def find(self, source: Source, place: _Place) -> TableIds | None:
         """Returns the row ids of a source if its tensors are known to be unchanged, else None."""
         if any(captured != place[1] for _, _, (_, captured), _ in self):
-            self.clear()  # entries are from another capture state
+            self.clear()  # a capture has begun or ended since
         return _find(self, source, place)

@@ -77,7 +77,7 @@ class Tables(nn.Module):
         except AttributeError:
             if name not in self:
                 raise
-        return self[name]  # torch.distributed.checkpoint resolves the keys of a state_dict
+        return self[name]  # torch.distributed.checkpoint reads state_dict keys as attributes
 
     def __contains__(self, name: object) -> bool:
         return name in places_of(self)

@@ -138,7 +138,7 @@ class AttachedState(StepState):
         """Returns the state of all rows, or None before the constructor or a step has made it.
 
         The state is a contiguous copy, or a view if WholeFields.saved() does not copy. On strided
-        memory torch computes with other instructions, which round the last bits differently.
+        memory torch computes with other instructions, which may round the last bits differently.
         """
         self.complete()
         if not self._has_stepped and not self.entries():
@@ -252,7 +252,7 @@ class SavedState:
             optimizer.load_state_dict = self._load_own  # type: ignore[method-assign]
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Restores the class's own state_dict() and load_state_dict()."""
+        """Removes the hooks and restores the class's own load_state_dict()."""
         for handle in self._handles:
             handle.remove()
         vars(optimizer).pop("load_state_dict", None)

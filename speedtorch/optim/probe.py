@@ -79,10 +79,10 @@ def probe_optimizer(
 ) -> OptimizerProbe:
     """Finds an optimizer's per-row state of a parameter and its initial values.
 
-    The optimizer, parameter, hooks, schedulers and random generators do not change. A momentum
-    buffer starts as zeros, although torch's SGD makes it from the first gradient. Raises ValueError
-    if the optimizer does not hold the parameter or breaks a rule of this module. Out-of-memory
-    errors are raised unchanged. With `sparse` all gradients are sparse.
+    The optimizer, parameter, hooks, schedulers and default random generators do not change. A
+    momentum buffer starts as zeros, although torch's SGD makes it from the first gradient. Raises
+    ValueError if the optimizer does not hold the parameter or breaks a rule of this module. An
+    out-of-memory error is raised unchanged. With `sparse` all gradients are sparse.
     """
     if parameter.dim() == 0:
         raise ValueError("parameter: expected at least one dimension, which counts the rows")
@@ -152,7 +152,7 @@ def forgotten_by(
 
 @contextmanager
 def kept_random(device: torch.device) -> Iterator[None]:
-    """Restores the random generators afterwards; replaces a default device of "meta" with CPU."""
+    """Restores default random generators afterwards; makes CPU the default device if it is meta."""
     on_gpu = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
     devices = [device] if on_gpu else []  # no generator of a GPU can be read in a capture
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -321,8 +321,9 @@ class _Probe:
     def check_separate(self, learnt: OptimizerProbe) -> None:
         """Raises ValueError if a row's step depends on the order or presence of other rows.
 
-        `together`, a copy of the optimizer, steps the batches in sequence. For each batch, three
-        copies of `together` step the batch in another order, its first row, and its other rows.
+        `together`, a copy of the optimizer, steps the batches in sequence. For each batch of
+        several rows, three copies of `together` step the batch in another order, its first row, and
+        its other rows. One copy steps a batch of one row.
         """
         first, names = self._random_rows() / 10, list(learnt.row_state)
         table = {"": first.clone(), **_snapshots(self._start(learnt))}

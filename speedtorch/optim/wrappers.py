@@ -102,7 +102,7 @@ def show_all_rows(wrapper: Any, saved: Mapping[Optimizer, SavedState]) -> None:
     """Makes state_dict() and load_state_dict() of torchrec's wrappers use the state of all rows.
 
     As in torchrec, load_state_dict() writes into existing state, which init_state() or a step
-    makes. An interrupted load leaves a part of the state loaded.
+    makes. An interrupted load may leave a part of the state loaded.
     """
     shown = _Shown(saved)
     for keyed in _keyed(wrapper):

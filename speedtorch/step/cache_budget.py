@@ -59,8 +59,8 @@ class CachedRows(Protocol):
 class CacheBudget:
     """Bytes that caches share equally, with at least one row for each table.
 
-    Bytes that a small table does not need go to others. After tables get new optimizer state or
-    rows, share() divides the bytes again. A cache that a CUDA graph uses keeps its size.
+    Bytes that a small table does not need go to others. attach() and resize() call share(), which
+    divides the bytes again. A cache that a CUDA graph uses keeps its size.
 
     Args:
         nbytes: The bytes of all caches together.

@@ -34,7 +34,7 @@ class CapturingGraphs:
         return bool(self._captures)
 
     def remain(self, device: torch.device) -> bool:
-        """Whether a graph still exists after its work is done: CUDA frees a deleted graph then."""
+        """Waits until CUDA can free deleted graphs; returns whether a graph still exists."""
         if not self.are_alive:
             return False
         gc.collect()

@@ -164,7 +164,8 @@ class ClaimedRows:
     def write_back(self) -> None:
         """Writes the step's rows to the table and waits until the CPU can read them.
 
-        Does nothing in a forked child that shares the table's memory: its parent writes the rows.
+        Does nothing in a forked child that has made no lookup and shares the table's memory: its
+        parent writes the rows.
         """
         if self.exchange.held.is_inherited:
             return

@@ -1,4 +1,4 @@
-"""DisagreementError: ranks that share rows are at different exchanges."""
+"""DisagreementError: ranks that share rows have made different calls."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["DisagreementError"]
 
 
 class DisagreementError(RuntimeError):
-    """Raised on all ranks if they are at different exchanges."""
+    """Raised on all ranks if their calls differ, such as a lookup on one and a step on another."""

@@ -108,7 +108,7 @@ class Exchange:
         vars(self).clear()
 
     def drop_inherited(self) -> None:
-        """Drops the rows that a forked child shares with its parent process."""
+        """Drops rows that belong to the parent of a forked child; see HeldRows.drop_inherited."""
         if self.held.drop_inherited():
             self.steps.forget()
 
@@ -268,7 +268,7 @@ class Exchange:
             return False
         if all(held.now.find(part) is not None for part in parts):
             return False
-        free_failed_backward(held.device)  # otherwise its lookups count until the next backward
+        free_failed_backward(held.device)  # its lookups would count until the next backward
         return held.is_over()
 
     def _begins_new_step(self, ids: Tensor) -> bool:

@@ -26,7 +26,7 @@ OVER_SHARE, OTHER_MODULE, REFUSED = 3, 4, 5
 
 
 def rank_error(name: str, fault: int, outcome: str) -> IndexError | RuntimeError:
-    """The error for a fault on some rank; `outcome` is a sentence on all ranks."""
+    """The error for a fault code of any rank; `outcome` is a sentence about the consequences."""
     if fault == BAD_IDS:
         return IndexError(f"{name}: an id on some rank is out of range. {outcome}")
     why = "another rank could not load the rows of its step, and its error states the reason."
@@ -227,7 +227,7 @@ class FixedBlocks:
                 self.store.read(self._padding_id, rows[-1:], name)
 
     def send(self, following: FixedSizeBatch | None, *, for_replay: bool = False) -> None:
-        """Writes back outgoing rows and prefetches rows of the next batch.
+        """Writes back outgoing rows, and prefetches the rows of the batch `following`, if any.
 
         `for_replay`: A CUDA graph captures this call. The graph's next replay uses the prefetched
         rows only if its batch loads exactly these.
@@ -316,7 +316,7 @@ class FixedBlocks:
     def check(self) -> None:
         """Raises a fault that the device found since the last call; rows can then move again.
 
-        Raises IndexError for ids out of range and RuntimeError for too many rows.
+        Raises IndexError for ids out of range and RuntimeError for other faults.
         """
         if self._device is None or not self._seen_fault[0]:
             return

@@ -32,7 +32,7 @@ class FaultAllReduce(Protocol):
         """The largest fault of all ranks, 0 for none. On a GPU a `[1]` tensor, without a wait."""
 
     def check(self) -> None:
-        """Raises RuntimeError if ranks were at different exchanges since the last lookup."""
+        """Raises RuntimeError if ranks made different calls since the last lookup."""
 
 
 class FixedMemory(BlockMemory):
@@ -165,7 +165,6 @@ class FixedMemory(BlockMemory):
             if is_stale:
                 blocks.clear()
             return now._replace(rows=[*now.rows], copy=Copy.CLEAN)
-        # Once the blocks are empty, the optimizer state may be replaced or gone.
         return now._replace(copy=Copy.STALE if is_stale or changes else Copy.CLEAN)
 
     # ---- faults of a batch, found on the device

@@ -167,7 +167,7 @@ class RowMemory(ABC):
             yield from (*now.transfer.rows, *now.transfer.batch.tensors())
         elif now.transfer is not None and now.transfer.outgoing is not None:
             yield from (*now.transfer.outgoing.rows, now.transfer.outgoing.ids)
-        for batch in () if now.captured else now.batches:  # a graph owns its memory
+        for batch in () if now.captured else now.batches:  # the graph owns their memory
             yield from batch.tensors()
 
     def planned(self, parts: Sequence[Tensor], after: Batch | Tensor | None = None) -> PlannedBatch:
@@ -390,7 +390,7 @@ class HeldRows:
     # ---- the state of the step
 
     def captures(self) -> bool:
-        """Whether a CUDA graph is captured on the current stream."""
+        """Whether a CUDA graph is being captured on the current stream."""
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def is_over(self) -> bool:

@@ -191,7 +191,7 @@ class HotRows:
                 self._reload(fields)
             if is_due and not self._is_fixed:
                 self.refresh(fields)
-        except torch.OutOfMemoryError:  # counted, not raised: other ranks wait for this exchange
+        except torch.OutOfMemoryError:  # not raised: other ranks may wait for this exchange
             self._failed += 1
 
     def refresh(self, fields: Sequence[Tensor]) -> None:
@@ -277,7 +277,7 @@ class HotRows:
         slots = slots[order]
         nothing, none = [field[:0] for field in self.fields], ids[:0]
         exchange_rows(fields, nothing, none, none, self.fields, ids, slots)
-        self.needs_reload = False  # first: the map makes slots newer than the table
+        self.needs_reload = False  # before the map names the slots, which exchanges then change
         self._row_slots[ids] = slots.int()
 
     # ---- single rows

@@ -80,7 +80,7 @@ class JointExchange:
     def plan_ahead(self, parts: Sequence[Sequence[Tensor]], after: JointBatch | None) -> JointBatch:
         """Plans a loop's batch from the ids of each table and the joint batch before it."""
         for ids in parts:
-            self._planning.uses(ids)  # the plan may be discarded before it is made
+            self._planning.uses(ids)  # keeps their memory if the plan is discarded early
         with self._planning.after_current(self._device):
             pairs = zip(self._tables, parts, strict=True)
             apart = [BatchIds(ids, of.rows, self._device, of.held.name) for of, ids in pairs]

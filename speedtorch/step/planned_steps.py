@@ -166,7 +166,7 @@ class PlannedSteps:
     @serialized
     def plan_ahead(self, parts: Sequence[Tensor], after: Batch | None) -> Batch:
         """Plans a loop's batch from its ids, of any shape, and the batch before it."""
-        self._planning.uses(parts)  # the plan may be discarded before it is made
+        self._planning.uses(parts)  # keeps their memory if the plan is discarded early
         with self._planning.after_current(self._held.device):
             batch = self._held.memory.plan(parts, after)
         batch.parts.planned_until(self._planning.end)

@@ -87,8 +87,8 @@ class RowStore:
       lists is copied from block to block; its stored copy may remain old until the row is written
       back. A call with the same rows can be repeated, after an interrupt or an error.
     - `read` and `write` see earlier writes of `exchange` on the current stream, and vice versa.
-    - `write_back` writes cached rows to the table, whose copies are valid from then on. `settle`
-      waits until the CPU sees all writes.
+    - `write_back` writes cached rows to the table, whose copies are valid until the next exchange.
+      `settle` waits until the CPU sees all writes.
 
     Args:
         table: The host table.

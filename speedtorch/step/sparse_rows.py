@@ -3,8 +3,8 @@
 Examples are the gradient of an Embedding's weight and torch.zeros_like(weight). Operations return
 values equal to those of a dense tensor, or raise NotImplementedError; docs/differences.md lists
 exceptions. Pointwise operations, sums, norms, index_select and reads of a row with memory use only
-the rows that have memory, if the other rows still equal one number. Most other operations allocate
-all rows.
+the rows that have memory, as long as the other rows equal one number. Most other operations
+allocate all rows.
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ class _RowsOfStep(torch.autograd.Function):
     """The step's rows as the operand of a lookup; backward adds their gradient to `owner`.
 
     torch's own node that accumulates a parameter's gradient has one shape for its lifetime. A step
-    gains rows with each lookup, so this function bypasses that node.
+    may gain rows with each lookup, so this function bypasses that node.
     """
 
     @staticmethod
@@ -380,7 +380,7 @@ def _renormalize(rows: Tensor, positions: Tensor, max_norm: float, norm_type: fl
 
 
 def check_once(gradient: Tensor) -> None:
-    """Raises NotImplementedError in a backward with create_graph=True (gradients are enabled)."""
+    """Raises NotImplementedError if `gradient` has a graph itself, as with create_graph=True."""
     if gradient.requires_grad:
         raise NotImplementedError(
             "an Embedding does not support gradients of gradients. Use torch.nn.Embedding."

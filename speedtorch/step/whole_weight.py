@@ -319,9 +319,9 @@ class WholeWeight(ClaimedRows):
         """Sets the gradient of the weight, `[N, ...]`, dense or sparse.
 
         Rows with a gradient that are not in the step join it. Raises RuntimeError for another shape
-        or dtype. Raises NotImplementedError if rows cannot join because of a capacity, if the
-        padding row has a gradient, if the value is a weight, or if ranks share the rows and the
-        value is not zeros_like() of a weight.
+        or dtype. Raises NotImplementedError for a weight, for a gradient of the padding row, and if
+        rows cannot join because of a capacity. If ranks share the rows, only a result of
+        torch.zeros_like(weight) is accepted.
         """
         with self.lock:
             if self.exchange.stepping.call is not None:
