@@ -1,10 +1,10 @@
 // The most used records of a file, in slots of host memory. A slot has one record: the bytes of a
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
-// The caller waits for the GPU before each call that may read or overwrite records. Between calls
-// only threads of read_ahead() exist, which access no slot.
+// The caller must wait for the GPU before each call that may read or overwrite records. Between
+// calls only threads of read_ahead() exist, which access no slot.
 //
-// Between find() and release() the caller reads and writes records in the slots that were found.
+// Between find() and release() the caller may read and write records in the slots that were found.
 // Other calls meanwhile, such as from garbage collection or another thread, do not empty these
 // slots, and their rows remain marked as changed.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace speedtorch {
 
-// The errno of the first file call that failed, or 0, and the row of its record.
+// The errno of the first file call that failed, EBUSY or EAGAIN (see find()), or 0; and a row.
 struct FileFailure {
   int error = 0;
   int64_t row = 0;

@@ -39,7 +39,7 @@ int launch_scatter_add(const Rows& table, const Rows& src, const PlanView& plan,
 // ---- optimizer_state_swap.cu
 
 // One field: rows are evicted from `leaving` to host rows and loaded from host rows to `arriving`.
-// `leaving` and `arriving` are contiguous; they have float32 where the host stores 16 bits.
+// `leaving` and `arriving` are contiguous, with float32 numbers unless `stored` is kSame.
 struct SwapField {
   Rows host, leaving, arriving;
   Stored stored = Stored::kSame;

@@ -69,7 +69,7 @@ def load(
         verify: Compare all bytes that are read with their digests.
         progress: See save().
         **parts: Objects with a load_state_dict(), or lists of such objects, by the names in save().
-            Attach the optimizers of tables before. A part passed as None is neither read nor
+            Attach the optimizers of tables before load(). A part passed as None is neither read nor
             returned.
 
     Returns:

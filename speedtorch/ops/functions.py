@@ -2,9 +2,9 @@
 
 Importing the library `speedtorch._C` registers `torch.ops.speedtorch.*`. These functions are those
 ops with defaults and keywords. Public ops run on torch's current stream. The host waits for a GPU
-only in synchronize(), in sum_rows() without `distinct`, in the backward of pinned_gather(), and if
-an op on a GPU uses a table in pageable memory. Ids on the CPU are checked before any row moves.
-`synchronize` documents the check of ids on a GPU.
+only in synchronize(), in sum_rows() without `distinct`, in the backward of pinned_gather(), and for
+a table that the GPU cannot access (in pageable memory). Ids on the CPU are checked before any row
+moves. `synchronize` documents the check of ids on a GPU.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def pinned_gather(
 ) -> Tensor:
     """Copies rows of a table to the device of the ids, or to `out`: `result[i] = table[index[i]]`.
 
-    Rows are copied as bytes; a copy from pageable memory to a GPU is staged. Without `out`, the
-    result is differentiable with respect to `table`: the gradient is a sparse COO tensor on the
-    table's device. If that is the CPU, the backward waits for the GPU.
+    Rows are copied as bytes. The copy is staged if the GPU cannot access the table, as in pageable
+    memory. Without `out`, the result is differentiable with respect to `table`: the gradient is a
+    sparse COO tensor on the table's device. If that is the CPU, the backward waits for the GPU.
 
     Args:
         table: `[rows, ...]` on the CPU, or on the GPU of the result. Any row stride, and any dtype
