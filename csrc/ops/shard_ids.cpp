@@ -1,5 +1,5 @@
 // shard_ids: plans the ids of a lookup of sharded rows, and lists the rows to request from each
-// rank. requested_ids: the rows that the other ranks request from this rank. Called by
+// rank. requested_ids: the rows that all ranks request from this rank. Called by
 // speedtorch/parallel. This file has the checks and the CPU loops; the GPU kernels are in
 // shard_ids.cu.
 

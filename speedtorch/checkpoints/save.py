@@ -98,7 +98,8 @@ def save(
         ValueError: `keep` is not an int of 1 or more, safetensors files do not support a kind of
             tensor, the base is damaged, or ranks pass different tables or a different `base`.
         FileNotFoundError: The base is missing.
-        OSError: The disk has too little space or an error; all previous checkpoints remain.
+        OSError: The disk has too little space or an error. All previous checkpoints remain, unless
+            the error was in the removal of older ones, after the new one was in place.
         RuntimeError: Another rank has ended, or has raised an error, which the text includes, or
             the base was removed during the save.
 
