@@ -195,7 +195,7 @@ def is_pointwise(operator: Any) -> bool:
 
 @cache
 def is_view(operator: Any) -> bool:
-    """Whether an operator's result shares memory with an argument that the operator only reads."""
+    """Whether an operator's result may share memory with an argument that it only reads."""
     aliases = [result.alias_info for result in operator._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
