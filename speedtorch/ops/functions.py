@@ -664,7 +664,7 @@ def pool_rows(
     """Sums or averages the rows of each bag, for several features at once: a pooled lookup.
 
     The rows of a bag are added in order, as in torch's embedding_bag. Half precision is summed in
-    float32 and rounded once. Not differentiable: callers have their own backward with `sum_rows`.
+    float32 and rounded once. Not differentiable: write a backward of your own with `sum_rows`.
 
     Args:
         rows: Contiguous `[m, columns]`, float16, bfloat16, float32 or float64.
