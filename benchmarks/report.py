@@ -20,6 +20,7 @@ NGRAM_TABLES = ROOT / "docs/ngram_tables.md"
 SLEEP = ROOT / "docs/sleep.md"
 LAYERS = ROOT / "docs/layers.md"
 CHECKPOINTS = ROOT / "docs/checkpoints.md"
+HOST_MEMORY = ROOT / "docs/host_memory.md"
 RECOMMENDER = ROOT / "docs/example_recommender.md"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIRST, LAST = "<!-- steps -->", "<!-- /steps -->"
@@ -220,10 +221,10 @@ def sharded_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def checkpoints_table(results: dict[str, Any]) -> str:
-    """A table to the disk and back, and steps that note what they write, with the machine."""
-    if (result := results.get("checkpoints")) is None:
-        return not_measured("checkpoints")
+def disk_table(results: dict[str, Any], stem: str) -> str:
+    """The milliseconds and rate of each figure of a benchmark, with the machine."""
+    if (result := results.get(stem)) is None:
+        return not_measured(stem)
     lines = [f"{result['title']}; {where(result)}:", "", "| | ms | GB/s |", "|---|---|---|"]
     for each in result["figures"]:
         rate = f"{each['gigabytes_per_s']:.2f}" if each["gigabytes_per_s"] else ""
@@ -368,7 +369,8 @@ def write_documents() -> None:
         (NGRAM_TABLES, BEGIN, END, ngram_table(results)),
         (SLEEP, BEGIN, END, sleep_table(results)),
         (LAYERS, BEGIN, END, state_table(results)),
-        (CHECKPOINTS, BEGIN, END, checkpoints_table(results)),
+        (CHECKPOINTS, BEGIN, END, disk_table(results, "checkpoints")),
+        (HOST_MEMORY, BEGIN, END, disk_table(results, "file_tables")),
         (OFFLOAD, BEGIN, END, sharded_table(results)),
         (RECOMMENDER, BEGIN, END, recommender_table(results)),
     ):

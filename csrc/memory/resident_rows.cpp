@@ -17,6 +17,8 @@
 #include <system_error>
 #include <thread>
 
+#include "core/parallel_for.h"
+
 namespace speedtorch {
 namespace {
 
@@ -27,6 +29,8 @@ constexpr int64_t kRecordsPerCall = 256;
 constexpr size_t kReadsAtOnce = 512;
 // The maximum number of slots that read_ahead() looks at for a row that find() may evict.
 constexpr int64_t kLooksPerVictim = 16;
+// The number of rows that are worth a thread.
+constexpr int64_t kRowsPerThread = 2048;
 // The number of rows between a prefetch instruction and the use of what it loads.
 constexpr int64_t kAhead = 16;
 // A loop that prefetches reads two batches ahead, or three.
@@ -168,22 +172,29 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     for (Slot& slot : slots_) slot.call = 0;
     call_ = 1;
   }
-  std::vector<int64_t> missing;
   const size_t mask = table_.size() - 1;
   const auto first_place = [&](int64_t i) { return mixed(static_cast<uint64_t>(rows[i])) & mask; };
-  for (int64_t i = 0; i < count; ++i) {
-    // Each row misses the cache twice: its place in the table, and its slot.
-    if (i + 2 * kAhead < count) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
-    if (i + kAhead < count) {
-      if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
-        __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)], 1);
+  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      // Each row misses the cache twice: its place in the table, and its slot.
+      if (i + 2 * kAhead < end) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
+      if (i + kAhead < end) {
+        if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
+          __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)]);
+        }
       }
+      slots[i] = table_[place_of(rows[i])] - 1;
     }
-    slots[i] = table_[place_of(rows[i])] - 1;
+  });
+  std::vector<int64_t> missing;
+  for (int64_t i = 0; i < count; ++i) {
     if (slots[i] < 0) missing.push_back(rows[i]);
   }
   if (only_hits && !missing.empty()) return {EAGAIN, missing[0]};
   for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && slots[i + kAhead] >= 0) {
+      __builtin_prefetch(&slots_[static_cast<size_t>(slots[i + kAhead])], 1);
+    }
     if (slots[i] < 0) continue;
     Slot& slot = slots_[static_cast<size_t>(slots[i])];
     if (slot.call != call_ && slot.chances < kMaxChances) ++slot.chances;

@@ -177,7 +177,7 @@ def test_the_table_of_shards_has_each_way(results: Results) -> None:
 
 @pytest.mark.examples
 def test_the_table_of_checkpoints_has_each_figure(results: Results) -> None:
-    lines = report.checkpoints_table(results[1]).splitlines()
+    lines = report.disk_table(results[1], "checkpoints").splitlines()
     assert len(lines) == 4 + 12
     assert lines[6].startswith("| save: speedtorch.save | ")
 
@@ -210,7 +210,7 @@ def test_the_documents_tables_are_those_of_the_results() -> None:
     page = between(report.LAYERS.read_text(), report.BEGIN, report.END)
     assert page == report.state_table(results)
     page = between(report.CHECKPOINTS.read_text(), report.BEGIN, report.END)
-    assert page == report.checkpoints_table(results)
+    assert page == report.disk_table(results, "checkpoints")
     first = between(report.README.read_text(), report.FIRST, report.LAST)
     assert first == report.steps_table(results)
     assert len(first.splitlines()) > 2  # a name of a figure that is none leaves its line out
