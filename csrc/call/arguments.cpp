@@ -36,7 +36,8 @@ void check_kind(const char* op, const Argument& argument, size_t at) {
   } catch (const std::runtime_error&) {
     throw_rule(
         op, argument, at,
-        "has an unsupported dtype, such as a quantized one. Pass .int_repr() or dequantize it");
+        "has an unsupported dtype (quantized, or bits). Pass .int_repr() or .dequantize() of a "
+        "quantized tensor, or a .view() of another dtype");
   }
 }
 
@@ -128,8 +129,11 @@ void Arguments::check_memory() const {
       // Compares each pair of written tensors once.
       if (other.argument->is_written && &other <= &mine) continue;
       if (!share_a_byte(mine, other)) continue;
-      throw_value_error(op_, mine.name(), " and ", other.name(),
-                        " overlap in memory; pass a .clone() of one of them");
+      const std::string remedy =
+          other.argument->is_written
+              ? ", and both are written. Pass tensors without common elements"
+              : ". Pass " + other.name() + ".clone()";
+      throw_value_error(op_, mine.name(), " and ", other.name(), " overlap in memory", remedy);
     }
   }
   if (!registry_has_rules()) return;

@@ -189,8 +189,10 @@ CudaCalls& cuda_calls() {
 
 std::string without_gpu(int error) {
   std::string why = error == kInsufficientDriver ? why_driver_is_too_old() : "";
-  if (why.empty()) why = "No GPU or no driver was found";
-  return text(". ", why, ". Use memory='plain' or memory='auto'");
+  if (why.empty()) {
+    why = kWithCuda ? "No GPU or no driver was found" : "speedtorch was built without CUDA";
+  }
+  return text(". ", why, ". Use memory='plain' or memory='auto', or leave the tensor unpinned");
 }
 
 void check_driver() {

@@ -90,8 +90,8 @@ void CurrentStream::check_not_capturing(const char* op, const std::string& why) 
 void CurrentStream::check_pageable_not_captured(const char* op, const std::string& what,
                                                 const char* name) const {
   check_not_capturing(op, what +
-                              " is in pageable memory, which only the CPU can access. Pin it with "
-                              "speedtorch.pin_memory_(" +
+                              " is in memory that the GPU cannot access, such as pageable memory. "
+                              "Pin all of it with speedtorch.pin_memory_(" +
                               name + ") or use a HostTable");
 }
 

@@ -291,8 +291,8 @@ void check_not_forked(const Block* block) {
   }
   throw std::runtime_error(text("host memory: managed memory of process ", block->maker,
                                 " cannot be used in its forked child ", process_id(),
-                                ". Open the table by name in the child, start the child with "
-                                "'spawn', or create the table with memory='registered'"));
+                                ". Create the table with memory='shared' and pass table.share(), or"
+                                " with memory='registered', or start the child with 'spawn'"));
 }
 
 // Adds a block to the registry.

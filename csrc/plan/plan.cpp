@@ -64,8 +64,9 @@ void fill_plan_on_cpu(const Ids& ids, const PlanTable& table, const PlanView& pl
 
 void throw_not_made_by_plan_rows(const char* op, const char* list) {
   throw_value_error(op, "the plan of ", list,
-                    " was not made by plan_rows or was changed. Make it with plan_rows(", list,
-                    ", rows)");
+                    " was not made by plan_rows, was changed, or has ids out of range. Make it "
+                    "with plan_rows(",
+                    list, ", rows)");
 }
 
 Tensors make_plan(const char* op, const Ids& ids, const PlanTable& table, void* stream,

@@ -141,7 +141,7 @@ def test_the_error_of_a_forked_child_names_both_processes_and_the_remedies() -> 
         assert message is not None, name
         start = f"managed memory of process {parent} cannot be used in its forked child {child}. "
         assert start in message, name
-        for remedy in ("by name", "'spawn'", "memory='registered'"):
+        for remedy in ("memory='shared'", "'spawn'", "memory='registered'"):
             assert remedy in message, name
 
 

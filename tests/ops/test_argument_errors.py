@@ -392,7 +392,7 @@ ON_CPU: Faults = {
     ],
     "split_plan": [
         *(
-            ("plan", changed(place), "was not made by plan_rows or was changed")
+            ("plan", changed(place), "was not made by plan_rows, was changed")
             for place in (-1, 4, 1 << 40)
         ),
         ("plan", shorter, "the plan of index has 4 tensors, expected the 5"),
