@@ -222,7 +222,7 @@ def _run_tracked(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: l
 def _loads(func: Any, args: Any, kwargs: Any, tracked: list[Any], plain: list[Tensor]) -> bool:
     """Whether an operation under `auto()` loads the modules of its tracked tensors.
 
-    Inspection loads no module. A computation with another tensor on a module's device loads the
+    Inspection loads no module. A computation with another tensor on a module's GPU loads the
     modules. Any other computation loads the modules unless it writes to a tracked tensor, or uses
     several modules without a gradient.
     """
@@ -248,7 +248,7 @@ def _computes(func: Any) -> bool:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether a function writes to its first argument."""
+    """Whether a function writes to its first argument, according to its name."""
     name = _name_of(func)
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 

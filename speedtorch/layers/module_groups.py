@@ -159,7 +159,7 @@ class ModuleGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, which are also the device bytes of a loaded module."""
+        """Bytes of host memory, and of device memory if the module is loaded with its state."""
         return sum(group.buffer.nbytes for group in self.all)
 
     @property
@@ -207,8 +207,8 @@ class ModuleGroups:
     def write_back(self, *, only_state: bool = False) -> None:
         """Starts copying changes on the device to the host, or only those of the optimizer state.
 
-        The module remains on the device. evict() then waits for these copies, and makes no others
-        unless the module changes meanwhile. Only evict() copies gradients.
+        The module remains on the device. evict() then waits for these copies. Only evict() copies
+        gradients, tensors created on the device since the load, and later changes.
         """
         after = self._changes.boundary()
         (own, members), _, (of_state, state) = self._parts()
@@ -252,7 +252,7 @@ class ModuleGroups:
     @property
     @untracked
     def has_new_tensors(self) -> bool:
-        """Whether parameters or buffers were added or renamed since the last eviction.
+        """Whether parameters or buffers were added, replaced or renamed since the last eviction.
 
         Autograd must not save them before an eviction, because they are not in the buffer yet.
         """

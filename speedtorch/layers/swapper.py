@@ -26,7 +26,7 @@ __all__ = ["Swapper"]
 class Swapper:
     """Keeps modules in host memory, and loads them to the device while they are used.
 
-    A module is loaded as a whole, with its parameters, buffers and gradients. Its optimizer state
+    A module is loaded as a whole, with its parameters, buffers and gradients. The optimizer state
     is loaded for a step. If a module does not fit, the least recently used module that is not in
     use is evicted, and its changes are written back. Under `auto`, the evicted module is the one
     whose next use is farthest in the recorded order. Parameter objects, hooks, param_groups and

@@ -139,8 +139,8 @@ class TrainingState:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the device is neither a CPU nor a GPU, the model has no tensor and no `device`
-            is given, or addresses cannot be kept on the device.
+        ValueError: the device is neither a CPU nor a GPU, or cannot keep addresses. Or `device` is
+            None and the model has no tensor.
         RuntimeError: `device` is a GPU, and torch finds none.
 
     Example:

@@ -199,8 +199,8 @@ def get_num_sms() -> int:
     """The maximum number of multiprocessors (SMs) that a kernel over the link may fill.
 
     Without set_num_sms() the maximum is 16 for PCIe 5 x16 and slower links. If `calibrate` has
-    measured a link that is faster by more than a quarter, the maximum grows in proportion, up to
-    the SMs of the GPU.
+    measured a link that is faster by more than a quarter, the maximum grows in proportion. Above 16
+    the SMs of the GPU limit it.
 
     Example:
         >>> get_num_sms()

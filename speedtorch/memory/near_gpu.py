@@ -24,9 +24,8 @@ __all__ = ["near_gpu"]
 def near_gpu() -> Iterator[None]:
     """Runs this thread, and threads that it starts inside, on processors near the current GPU.
 
-    Nothing changes if there is no GPU, if one node has all processors, if no processor that the
-    thread may use is near, or if the system does not report which are near. Warns if the system
-    refuses the change.
+    Nothing changes if there is no GPU, if one node has all processors, or if no processor that the
+    thread may use is known to be near. Warns if the system refuses the change.
     """
     near = before = os.sched_getaffinity(0)
     if len(sysfs_numbers("devices/system/node/has_cpu")) > 1 and torch.cuda.is_available():

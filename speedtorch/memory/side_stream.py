@@ -105,7 +105,7 @@ class SideStream:
     def after(
         self, device: torch.device, *ends: torch.cuda.Event | None
     ) -> AbstractContextManager[torch.cuda.Stream | None]:
-        """Makes the side stream current for work that follows these events only."""
+        """Makes the side stream current for work that follows these events and its last work."""
         return nullcontext() if device.type != "cuda" else _StreamContext(self, device, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -676,8 +676,8 @@ class HostTable:
         Raises:
             ValueError: The table cannot be written, or other processes share it: this process does
                 not see their writes.
-            RuntimeError: A CUDA graph of steps on the rows exists at the first call. Its replays
-                would record nothing.
+            RuntimeError: A CUDA graph of steps on the rows exists at the first call. Replays of
+                that graph would record nothing.
 
         Example:
             >>> table = HostTable(5, 1, memory="plain")

@@ -45,8 +45,8 @@ class ResidentReport(NamedTuple):
     nbytes: int
     """Host memory of the slots, in bytes."""
     hit_rate: float
-    """Of the rows that steps loaded or wrote back, the fraction that was resident. NaN before the
-    first step."""
+    """The resident fraction of the rows that steps loaded or wrote back. NaN before the first
+    step."""
     reads: int
     """Records read from the file."""
     writes: int
