@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from speedtorch.nn.prefetch_pace import AHEAD, Pace, pace_of
 from speedtorch.nn.row_module import RowModule
 
-__all__ = ["AHEAD", "Turning", "as_users_have_it", "choose", "install"]
+__all__ = ["AHEAD", "Turning", "choose", "install"]
 
 prefetch = importlib.import_module("speedtorch.nn.prefetch")  # nn has a function of the name
 _chosen: list[Pace | None] = [AHEAD]
@@ -38,10 +38,6 @@ class Turning:
 def choose(pace: Pace | None = AHEAD) -> None:
     """Lets the loops that begin from now on go at this pace; None: as users have it."""
     _chosen[0] = pace
-
-
-def as_users_have_it() -> None:
-    choose(None)
 
 
 def _pace_of(modules: Sequence[RowModule]) -> Pace:

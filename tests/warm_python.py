@@ -195,6 +195,15 @@ def finished(
     return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
+def output_of(
+    *command: str | Path, seconds: float = 1200.0, cwd: Path | None = None, **environment: str
+) -> str:
+    """Standard output of a program that must succeed, in this environment with these variables."""
+    done = finished(command, seconds=seconds, env={**os.environ, **environment}, cwd=cwd)
+    assert done.returncode == 0, f"{command[0]}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 def run_warm(
     *arguments: str | Path,
     status: int | None = 0,

@@ -326,7 +326,6 @@ def frozen_later_by_one_rank(pair: Pair) -> None:
         pair.model["a"].weight.requires_grad_(True)
 
 
-OTHERS = r"ranks \[1\] are at {}"
 NEW, BACK, TOLD = (
     "a new lookup of '{}' ",
     "the backward of lookup {} of '{}'",

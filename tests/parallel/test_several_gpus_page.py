@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
+from documents import ROOT
 from warm_python import run_warm
 
 import speedtorch
 
-ROOT = Path(speedtorch.__file__).parents[1]
 PROCESSES = ["--nproc-per-node", "2"]
 PAGE = ROOT / "docs" / "several_gpus.md"
 

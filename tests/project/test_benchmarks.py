@@ -5,33 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
-from warm_python import warm_python
+from documents import ROOT
+from warm_python import finished, warm_python
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from benchmarks import bench_ngram_tables, plots, report, targets
 from benchmarks.marked_text import between
 
-ROOT = Path(__file__).parents[2]
 Results = tuple[Path, dict[str, Any], str]
 """The folder, the results by stem and what was printed."""
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> CompletedProcess[str]:
     known = {key: value for key, value in os.environ.items() if key != "OUT"}
-    return subprocess.run(
-        [warm_python(), "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        env=known | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        capture_output=True,
-        text=True,
-    )
+    known |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+    command = [warm_python(), "-m", "benchmarks", *arguments]
+    return finished(command, cwd=ROOT, env=known, seconds=900)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from documents import ROOT, blocks
 from torch.utils.cpp_extension import include_paths, library_paths
+from warm_python import finished, output_of
 
 import speedtorch
 
@@ -23,18 +22,6 @@ def needs(*programs: str) -> pytest.MarkDecorator:
     """Skips a test where a program that it calls is missing."""
     missing = [program for program in programs if not shutil.which(program)]
     return pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
-
-
-def output_of(*command: str | Path, **environment: str) -> str:
-    """Standard output of a command that must succeed."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, f"{command[0]}: {done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def symbols(*options: str) -> list[tuple[str, str]]:
@@ -125,5 +112,5 @@ def test_a_program_without_python_gathers_rows(program: Path, environment: dict[
 @pytest.mark.examples
 @needs("g++")
 def test_a_missing_library_is_named_in_the_error(program: Path) -> None:
-    done = subprocess.run([program, "nowhere.so"], capture_output=True, text=True)
+    done = finished([program, "nowhere.so"])
     assert done.returncode == 1 and "nowhere.so" in done.stderr

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 from warm_python import finished
 
-import speedtorch
 from benchmarks import compare
 from benchmarks.harness import RESULTS
 from benchmarks.processes import STEMS
-
-ROOT = Path(speedtorch.__file__).parents[1]
 
 
 def runs_of(old: list[float], new: list[float], *, peer: bool = False) -> list[compare.Run]:

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 from cuda_calls import PretendedDriver
+from documents import ROOT
 from torch import Tensor
-from warm_python import warm_python
+from warm_python import run_warm, warm_python
 
 from speedtorch import doctor, info
 from speedtorch.__main__ import main
@@ -32,7 +33,6 @@ from speedtorch.info import Link, peak_gbps
 from speedtorch.memory import sysfs
 from speedtorch.ops.functions import _ops
 
-ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1000 kB\nMemAvailable:    8388608 kB\n\n"
 FACTS = replace(info(), gpus=(), driver=None, cuda="13.0", kernels="CPU and CUDA")
@@ -386,8 +386,7 @@ def test_an_unknown_folder_is_an_error_in_use(
 
 @pytest.mark.slow
 def test_the_module_runs_the_doctor() -> None:
-    line = [warm_python(), "-m", "speedtorch", "doctor", "--json"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = run_warm("-m", "speedtorch", "doctor", "--json", status=None)
     findings = json.loads(done.stdout)
     states = [finding["status"] for finding in findings]
     assert done.returncode == int("wrong" in states), done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from documents import ROOT
 
 import speedtorch
 
-ROOT = Path(__file__).parents[2]
 # A file by its ending or a folder by its slash; one of a placeholder, `<op>`, is none.
 ENDING = r"\.(?:py|cpp|cuh?|h|md|toml|cff)\b"
 NAMED = re.compile(rf"(?<![\w<>/*.])[\w.]+(?:/[\w.]+)*(?:{ENDING}|/(?![\w<*]))")

@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT
+from warm_python import finished
 
 import speedtorch
 from speedtorch import legacy, ops
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(speedtorch.__file__).parents[1]
-
 
 def run(program: str, *without: str) -> str:
     """Standard output of a fresh process, which has no variables of these names."""
     environment = {name: value for name, value in os.environ.items() if name not in without}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment["PYTHONPATH"] = str(ROOT)
+    done = finished([sys.executable, "-c", program], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -63,14 +57,8 @@ def test_a_source_folder_without_the_library_names_the_installed_package(tmp_pat
         tmp_path / "speedtorch",
         ignore=shutil.ignore_patterns("_C*.so", "__pycache__"),
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "speedtorch", "info"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "speedtorch", "info"]
+    done = finished(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     expected = (
         f"instead of the installed {ROOT / 'speedtorch'}. Start Python in a folder other than"
     )

@@ -27,7 +27,6 @@ from speedtorch.files.system_calls import open_to_read
 from speedtorch.ops import log_switches
 from speedtorch.ops.call_log import call_text
 
-ROOT = Path(speedtorch.__file__).parents[1]
 CALLS_OF_ALL_OPS = """
 from op_arguments import op_arguments
 from speedtorch.ops.functions import _ops

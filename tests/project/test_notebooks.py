@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import ROOT
 from warm_python import warm_python
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import site
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -14,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT
+from warm_python import finished, output_of
 
 import speedtorch
 
-ROOT = Path(__file__).parents[2]
 LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "*.so")
 
 # Looking for the module pip with find_spec makes setuptools give up its own distutils.
@@ -28,24 +27,6 @@ pytestmark = [
     pytest.mark.examples,
     pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}"),
 ]
-
-
-def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command with these additions to the environment."""
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
-    )
-
-
-def output_of(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Standard output of a command that must succeed."""
-    done = run(*command, cwd=cwd, **environment)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +59,10 @@ def wheel(
     """A wheel of the source archive: with the library of this checkout, or with one of its own."""
     folder = tmp_path_factory.mktemp("wheel")
     if request.param == "built anew":  # with CPU kernels alone, as fast as can be
-        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
-        command = [sys.executable, "-m", "pip", "wheel", *options, sdist]
-        output_of(*command, cwd=folder, SPEEDTORCH_CUDA="0", CXXFLAGS="-O0")
+        command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+        command += ["--wheel-dir", folder, sdist]
+        options = {"PIP_NO_INDEX": "1", "SPEEDTORCH_CUDA": "0", "CXXFLAGS": "-O0"}
+        output_of(*command, cwd=folder, **options)
     else:
         shutil.unpack_archive(sdist, folder)
         (tree,) = folder.iterdir()
@@ -106,7 +88,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders = [str(Path(torch.__file__).parent.parent), *site.getsitepackages()]
     (packages / "torch_of_the_tests.pth").write_text("\n".join(dict.fromkeys(folders)) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", python]
-    output_of(*pip, "install", "--no-deps", wheel, cwd=folder)
+    output_of(*pip, "install", "--no-deps", wheel, cwd=folder, PIP_NO_INDEX="1")
     return python
 
 
@@ -147,7 +129,7 @@ def test_one_wheel_for_every_python_holds_the_library_and_every_module(
 
 def test_an_installed_wheel_says_where_the_demonstrations_are(installed: Path) -> None:
     command = [installed, "-I", "-m", "speedtorch", "demo", "word2vec", "--steps", "2"]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    done = finished(command, cwd="/")
     assert done.returncode == 2 and done.stdout == ""
     assert "docs/examples/demos of the source code" in done.stderr
 
@@ -213,7 +195,7 @@ def test_a_type_checker_knows_every_public_name_and_finds_wrong_arguments(
     (tmp_path / "names.py").write_text("\n".join(["import speedtorch", *names, ""]))
     (tmp_path / "typed.py").write_text(_TYPED)
     check = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed]
-    done = run(*check, "names.py", "typed.py", cwd=tmp_path)
+    done = finished([*check, "names.py", "typed.py"], cwd=tmp_path, seconds=600)
     errors = [line.split(":") for line in done.stdout.splitlines() if ": error: " in line]
     wrong = [("names.py", str(len(names) + 1)), *(("typed.py", str(n)) for n in range(14, 19))]
     assert sorted((file, line) for file, line, *_ in errors) == wrong, done.stdout

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from documents import PAGES, README, ROOT, Block, blocks
-from warm_python import warm_python
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch import optim, types
@@ -45,12 +44,9 @@ def test_a_block_of_python_runs_by_itself(block: Block, tmp_path: Path) -> None:
     # A file, which TorchScript and spawned processes read.
     file = tmp_path / "example.py"
     file.write_text(block.text)
-    program = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})"
-    program += f"\nrunpy.run_path({str(file)!r}, run_name='__main__')"
-    done = subprocess.run(
-        [warm_python(), "-c", program], cwd=tmp_path, capture_output=True, text=True
+    run_warm(
+        "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')", cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
 
 
 def prose(document: Path) -> str:

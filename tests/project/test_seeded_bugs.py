@@ -6,15 +6,16 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import NamedTuple
 
 import pytest
+from documents import ROOT
 from sanitized import SANITIZERS
+from warm_python import finished
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 
 
@@ -132,11 +133,11 @@ def tree_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return tree_of
 
 
-def run(checks: str, tree: Path, program: str) -> subprocess.CompletedProcess[str]:
+def run(checks: str, tree: Path, program: str) -> CompletedProcess[str]:
     code = f"import torch, speedtorch\n{program}\nprint(speedtorch.__file__)"
     command = SANITIZERS[checks].python("-c", code)
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tree)
+    return finished(command, env=environment, cwd=tree)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -6,15 +6,13 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import warm_python
-
-ROOT = Path(__file__).parents[2]
+from documents import ROOT
+from warm_python import finished, warm_python
 
 SetupError = pytest.importorskip("setuptools.errors").SetupError
 
@@ -40,13 +38,8 @@ def setup_ends_with(tree: Path, change: str, command: str = "build_ext", **envir
     """Runs a command of setup.py after a change to Python; the one line that it ends with."""
     program = f"import runpy, sys\n{change}\nsys.argv = ['setup.py', {command!r}]\n"
     program += "runpy.run_path('setup.py', run_name='__main__')\n"
-    done = subprocess.run(
-        [warm_python(), "-c", program],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    command = [warm_python(), "-c", program]
+    done = finished(command, cwd=tree, env={**os.environ, **environment})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "copying" not in done.stdout
     return done.stderr.splitlines()[-1]

@@ -169,6 +169,11 @@ class Mirror:
             self.gradient = np.zeros_like(self.fields["weight"])
         np.add.at(self.gradient, ids, gradients)
 
+    def halve(self) -> None:
+        """Halves the gradient."""
+        if self.gradient is not None:
+            self.gradient *= HALF
+
     def held(self) -> npt.NDArray[np.int64]:
         """The ids of the rows that the next step changes."""
         named = np.unique(np.concatenate([*self.named, np.zeros(0, np.int64)]))

@@ -30,6 +30,9 @@ class RanksProgram(Program):
     def actions(self) -> list[Callable[[], object]]:
         actions: list[Callable[[], object]] = [self.train_one] * 6
         actions += [self.loop, self.loop, self.evaluate, self.train_without_backward]
+        actions += [self.load_state, self.reload]
+        if self.device == "cpu":  # with a capacity other devices raise at the next lookup
+            actions += [self.fail]
         return [*actions, self.save, self.save, self.load, self.start_again, self.follow]
 
     def share(self) -> None:
@@ -49,6 +52,20 @@ class RanksProgram(Program):
     def read(self, how: str = "state") -> dict[str, Fields]:
         with speedtorch.full_state_dict(self.model):
             return super().read()
+
+    def states(self) -> list[dict[str, Any]]:
+        """A copy of state_dict() with all rows, on every rank."""
+        with speedtorch.full_state_dict(self.model):
+            found = [super().states()]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    def reload(self) -> None:
+        """Loads this rank's own rows and state, which changes nothing."""
+        self.say("reload")
+        self.drop()
+        self.model.load_state_dict(self.model.state_dict())
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def read_owner(self, owner: Owner, how: str, state: dict[str, Any]) -> Fields:
         """The fields of all rows on the first rank, and the mirror's on the others."""

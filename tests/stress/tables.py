@@ -73,6 +73,8 @@ class Owner:
     """Rows of each table."""
     of_records = False
     """Whether the module takes a HostTable."""
+    has_no_ids = False
+    """Whether its inputs have floats in place of ids."""
 
     def __init__(
         self,
@@ -233,6 +235,7 @@ class Owner:
 
     def ids(self, part: Part) -> Tensor:
         dtype = torch.int32 if self.draw.random() < 0.2 else torch.int64
+        dtype = torch.float32 if self.has_no_ids else dtype
         device = self.device if self.draw.random() < 0.7 else "cpu"
         return torch.from_numpy(part.ids.copy()).to(device, dtype)
 

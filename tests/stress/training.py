@@ -67,10 +67,8 @@ class Training:
         self.average = draw.random() < 0.5
         divisor = self.ranks if self.average else 1
         alike = draw.choice([0, 0, 0, 4])  # prefetch exchanges the rows of alike tables at once
-        owners = [
-            drawn_owner(draw, self.rule, device, folder, ranks=ranks, divisor=divisor, alike=alike)
-            for _ in range(draw.choice([1, 1, 2, 3]))
-        ]
+        more = {"ranks": ranks, "divisor": divisor, "alike": alike}
+        owners = self.drawn_owners(draw, self.rule, device, folder, **more)
         self.owners = {
             f"{owner.kind} {n}".replace(" ", "_"): owner for n, owner in enumerate(owners)
         }
@@ -83,6 +81,9 @@ class Training:
         self.steps = 0
         self.connect()
         self.say(self.described())
+
+    def drawn_owners(self, *given: Any, **more: Any) -> list[Owner]:
+        return [drawn_owner(*given, **more) for _ in range(self.draw.choice([1, 1, 2, 3]))]
 
     def described(self) -> str:
         owners = [
@@ -268,6 +269,8 @@ class Training:
 class Program(Training):
     """A random program, which its seed repeats."""
 
+    most_actions = 12
+
     def __init__(self, seed: int, folder: Path, device: str, *, ranks: int = 0) -> None:
         self.saved: dict[int, Snapshot] = {}
         self.saving: tuple[futures.Future[Any], Snapshot] | None = None
@@ -306,7 +309,7 @@ class Program(Training):
         )
 
     def run(self) -> None:
-        for _ in range(self.draw.randint(3, 12)):
+        for _ in range(self.draw.randint(3, self.most_actions)):
             if self.interrupts and self.draw.random() < 0.25:
                 line = self.draw.randint(1, self.draw.choice([20, 100, 400]))
                 error = self.draw.choice([Interrupt, out_of_memory])
@@ -453,9 +456,15 @@ class Program(Training):
         return True
 
     def check_norm(self) -> None:
-        """Compares the norm of all gradients, which clipping to a large one leaves as they are."""
+        """Compares the norm of all gradients, and clips them to half of it or not at all."""
         self.features.add("gradient norm")
         norm = speedtorch.clip_grad_norm_(self.model.parameters(), 1e9)
+        most = float(0.5 / (1 / (norm + 1e-6)))
+        if self.draw.random() < 0.5 and float(most / (norm + 1e-6)) == 0.5:  # not rounded
+            speedtorch.clip_grad_norm_(self.model.parameters(), most)
+            for mirror in self.mirrors():
+                mirror.halve()
+            norm = norm / 2  # as the mirror's is now
         expected = math.sqrt(sum(mirror.squares() for mirror in self.mirrors()))
         if not math.isclose(float(norm), expected, rel_tol=1e-5):
             raise Difference(f"the gradients' norm: {float(norm)} for {expected}")
@@ -531,7 +540,8 @@ class Program(Training):
     def train_without_backward(self) -> None:
         """Many lookups in training mode of which none goes backward."""
         self.features.add("no backward")
-        count, before = self.draw.choice([20, 30, 200]), speedtorch.memory_stats()
+        count = self.draw.choice([20, 30, 200] if self.ranks == 1 else [20, 30])
+        before = speedtorch.memory_stats()
         self.say(f"{count} batches without a backward")
         for number in range(count):
             if number == count // 2:  # each module has made by now what it keeps
@@ -589,7 +599,7 @@ class Program(Training):
         self.features.add("state_dict")
         self.say("load state_dict()")
         snapshot = self.snapshot()
-        model, optimizer = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+        model, optimizer = self.states()
         self.graph = self.state = None
         self.train_one()
         self.drop()
@@ -598,6 +608,10 @@ class Program(Training):
         self.optimizer.load_state_dict(optimizer)
         self.restore(snapshot)
         self.check()
+
+    def states(self) -> list[dict[str, Any]]:
+        """A copy of state_dict() of model and optimizer."""
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
     def read_rows(self) -> None:
         how = self.draw.choice(["state", "gather", "view", "copy", "parameter"])
@@ -626,19 +640,27 @@ class Program(Training):
         owner.mirror.write(ids, rows)
 
     def fail(self) -> None:
-        """A batch whose last lookup has an id of no row."""
+        """A batch whose last lookup has an id of no row or no ids, on one rank; all ranks raise."""
         self.features.add("exceptions")
         self.drop()
+        if not any("capacity" in owner.settings for owner in self.owners.values()):
+            batch = self.batch()
+            for (name, lookup), given in zip(batch, self.inputs(batch), strict=True):
+                self.look_up(name, lookup[self.rank], given)
         name, owner = self.draw.choice(list(self.owners.items()))
         owner.begin_step()
-        parts = owner.drawn_parts()
+        parts = owner.lookup(self.ranks)[self.rank]
         bad = self.draw.choice([-1, owner.counts[-1], 1 << 40])
-        for number, (ids, lengths, coefficients) in enumerate(parts):
+        is_here = self.draw.randrange(self.ranks) == self.rank
+        for number, (ids, lengths, coefficients) in enumerate(parts if is_here else ()):
             ids = np.append(ids, bad if number == len(parts) - 1 else 0)
             more = np.zeros((1, owner.width), np.float32)
             parts[number] = Part(ids, np.append(lengths, 1), np.append(coefficients, more, axis=0))
-        self.say(f"fail with {bad} in {name}")
+        has_ids = self.draw.random() < 0.5
+        self.say(f"fail with {bad if has_ids else 'floats'} in {name}")
+        owner.has_no_ids = is_here and not has_ids
         given = owner.input(parts)
+        owner.has_no_ids = False
         if bad == 1 << 40 and _has_int32(given):
             return
         try:
@@ -646,7 +668,9 @@ class Program(Training):
                 self.model[name].announce(given.announced)
             self.model[name](*given.arguments)
             speedtorch.synchronize()
-        except IndexError:
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if has_ids and not isinstance(error, IndexError):
+                raise
             self.drop()
             return
         raise Difference(f"id {bad} of {name} raised nothing")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +17,7 @@ from conftest import NEEDS_GPU
 from reference import DTYPES, FLOAT8, assert_same_bytes, assert_same_storage, dtype_name
 from torch import Tensor
 from tqdm import tqdm
-from warm_python import warm_python
+from warm_python import run_warm
 
 from speedtorch import HostTable
 from speedtorch.table import progress, row_blocks
@@ -126,26 +123,18 @@ def test_rows_of_any_shape_are_drawn_in_full(dim: Any) -> None:
     assert len(rows.unique()) > rows.numel() * 0.99
 
 
-def test_another_seed_gives_other_bits() -> None:
-    first, second = table().normal_(seed=1), table().normal_(seed=2)
-    assert (first["weight"] != second["weight"]).float().mean() > 0.99
-
-
-def test_without_a_seed_torchs_own_decides() -> None:
-    torch.manual_seed(11)
-    first, second = table().normal_(), table().normal_()
-    torch.manual_seed(11)
-    again = table().normal_()
-    assert_same_bytes(again.record, first.record)
-    assert not torch.equal(second["weight"], first["weight"])
-
-
 @pytest.mark.parametrize("name", ["normal_", "orthogonal_", "sparse_"])
-def test_with_a_seed_torchs_own_generator_is_left_alone(name: str) -> None:
+def test_without_a_seed_torchs_own_decides_which_a_seed_leaves_alone(name: str) -> None:
     function, args = ALL[name]
-    before = torch.get_rng_state()
-    table().init_(function, *args, seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(11)
+    before, first = torch.get_rng_state(), table().init_(function, *args)
+    second, state = table().init_(function, *args), torch.get_rng_state()
+    seeded = [table().init_(function, *args, seed=seed)["weight"] for seed in (1, 2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(before)
+    assert_same_bytes(table().init_(function, *args).record, first.record)
+    for one, other in ((first["weight"], second["weight"]), seeded):
+        assert name == "sparse_" or (one != other).float().mean() > 0.99
 
 
 RANDOM = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
@@ -301,17 +290,10 @@ def last_words():
 
 @pytest.mark.slow
 def test_everything_works_while_the_process_exits() -> None:
-    done = subprocess.run(
-        [warm_python(), "-c", AT_EXIT],
-        env=os.environ | {"PYTHONPATH": str(Path(row_blocks.__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_warm("-c", AT_EXIT)
     with mock.patch.object(row_blocks, "_BLOCK_ELEMENTS", 1 << 20):
         expected = table().normal_(seed=3)["weight"].double().sum()
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{float(expected)} 42\n"
+    assert (done.stdout, done.stderr) == (f"{float(expected)} 42\n", "")
 
 
 @pytest.mark.usefixtures("threads")

@@ -9,8 +9,6 @@ import mmap
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -23,6 +21,7 @@ import pytest
 import torch
 from file_faults import opened_as
 from torch import Tensor, nn, optim
+from warm_python import run_warm
 
 import speedtorch
 from speedtorch import HostTable
@@ -53,6 +52,26 @@ def made(folder: Path, slots: int | None, state: Any = STATE, rows: int = ROWS) 
         table = HostTable(rows, WIDTH, state=state, memory="file", path=path, resident=resident)
         assert table.report().slots == slots
     return table.normal_(seed=1)
+
+
+class Trained:
+    """A module of a table's rows, and its optimizer: Adam if the table has state."""
+
+    def __init__(self, table: HostTable, lr: float = 0.1, device: str = "cpu") -> None:
+        given = {"freeze": False, "device": device}
+        self.table, self.module = table, speedtorch.Embedding.from_pretrained(table, **given)
+        make = optim.SGD if len(table.fields) == 1 else optim.Adam
+        self.optimizer = make(self.module.parameters(), lr=lr)
+        if len(table.fields) > 1:
+            speedtorch.attach(self.optimizer, self.module)
+
+    def step(self, ids: Tensor, power: int = 1) -> None:
+        self.end_step(self.module(ids), power)
+
+    def end_step(self, found: Tensor, power: int = 1) -> None:
+        (found**power).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def batches(steps: int = STEPS) -> list[Tensor]:
@@ -111,6 +130,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two lookups": {"twice": True},
     "capacity": {"capacity": 2 * IDS},
     "bag": {"bag": True},
+    "state beside the file": {"state": ()},
 }
 
 
@@ -119,7 +139,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_training_is_that_of_a_table_in_memory(
     ways: dict[str, Any], slots: int, device: str, tmp_path: Path
 ) -> None:
-    state = () if ways.get("sgd") else STATE
+    state = () if ways.get("sgd") else ways.get("state", STATE)
     expected_table, table = (made(tmp_path, each, state) for each in (None, slots))
     expected, seen = (train(each, device, ways) for each in (expected_table, table))
     assert all(torch.equal(*pair) for pair in zip(expected, seen, strict=True))
@@ -133,13 +153,6 @@ def test_training_is_that_of_a_table_in_memory(
     table.flush()
     stored = np.fromfile(tmp_path / "rows", np.float32).reshape(ROWS, -1)
     assert np.array_equal(stored[:, :WIDTH], expected_table.numpy())
-
-
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
-def test_state_that_the_file_lacks_is_beside_it(slots: int, device: str, tmp_path: Path) -> None:
-    expected_table, table = made(tmp_path, None, ()), made(tmp_path, slots, ())
-    expected, seen = (train(each, device, {}) for each in (expected_table, table))
-    assert all(torch.equal(*pair) for pair in zip(expected, seen, strict=True))
 
 
 def test_rows_of_16_bits(device: str, tmp_path: Path) -> None:
@@ -165,19 +178,6 @@ def test_rows_of_16_bits(device: str, tmp_path: Path) -> None:
     assert torch.equal(*seen)
 
 
-def test_rows_that_are_written_between_steps_count(tmp_path: Path) -> None:
-    table = made(tmp_path, 40, ())
-    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(module.parameters(), lr=1.0)
-    ids = torch.tensor([5, 6])
-    for _ in range(2):
-        optimizer.zero_grad()
-        module(ids).sum().backward()
-        optimizer.step()
-        table.scatter(torch.tensor([5]), torch.full((1, WIDTH), 9.0), "weight")
-    assert module(ids)[0].tolist() == [9.0] * WIDTH
-
-
 def read_whole(table: HostTable, folder: Path, parts: dict[str, Any]) -> list[Callable[[], Any]]:
     """Calls that read rows and write none."""
     table.track_changes()
@@ -193,22 +193,15 @@ def read_whole(table: HostTable, folder: Path, parts: dict[str, Any]) -> list[Ca
 
 def test_readers_leave_rows_resident(tmp_path: Path) -> None:
     table, expected = made(tmp_path, ROWS), made(tmp_path, None)
-    modules = [
-        speedtorch.Embedding.from_pretrained(each, freeze=False) for each in (table, expected)
-    ]
-    optimizers = [optim.Adam(module.parameters(), lr=0.1) for module in modules]
-    for pair in zip(optimizers, modules, strict=True):
-        speedtorch.attach(*pair)
-    readers = read_whole(table, tmp_path, {"model": modules[0], "optimizer": optimizers[0]})
-    for read in [lambda: None, *readers, lambda: None]:
+    pair = [Trained(each) for each in (table, expected)]
+    parts = {"model": pair[0].module, "optimizer": pair[0].optimizer}
+    for read in [lambda: None, *read_whole(table, tmp_path, parts), lambda: None]:
         before = table.report()
         read()
         assert (table.report().rows, table.report().reads) == (before.rows, before.reads)
-        for module, optimizer in zip(modules, optimizers, strict=True):
+        for trained in pair:
             for ids in batches(3):
-                optimizer.zero_grad()
-                module(ids).square().sum().backward()
-                optimizer.step()
+                trained.step(ids, 2)
     assert table.report().rows == table.report().reads  # each row was read once
     assert torch.equal(table["weight"], expected["weight"])
     assert table.report().rows == 0  # the caller may write to the view
@@ -219,10 +212,8 @@ def test_readers_leave_rows_resident(tmp_path: Path) -> None:
 def test_a_hook_of_a_save_may_write_rows(tmp_path: Path) -> None:
     table, expected = made(tmp_path, ROWS), made(tmp_path, None)
     for each in (table, expected):
-        module = speedtorch.Embedding.from_pretrained(each, freeze=False)
-        optimizer = optim.Adam(module.parameters(), lr=0.1)
-        speedtorch.attach(optimizer, module)
-        gradients: list[Tensor] = []
+        trained, gradients = Trained(each), list[Tensor]()
+        module, optimizer = trained.module, trained.optimizer
 
         def write(module: speedtorch.Embedding, *_: Any, found: list[Tensor] = gradients) -> None:
             with torch.no_grad():
@@ -245,16 +236,13 @@ def test_a_hook_of_a_save_may_write_rows(tmp_path: Path) -> None:
 def test_prefetch_reads_ahead(ids_on_gpu: bool, device: str, tmp_path: Path) -> None:
     if ids_on_gpu and device == "cpu":
         pytest.skip("needs a GPU")
-    table, expected = made(tmp_path, ROWS // 2), made(tmp_path, None)
+    table, expected = made(tmp_path, ROWS // 2, ()), made(tmp_path, None, ())
     for each in (table, expected):
-        tables = speedtorch.Embedding.from_pretrained(each, freeze=False, device=device)
-        optimizer = optim.SGD(tables.parameters(), lr=0.1)
+        trained = Trained(each, device=device)
         given = [ids.to(device) if ids_on_gpu else ids for ids in batches(9)]
         for _ in range(40):  # a GPU loop may stop planning
-            for ids in speedtorch.prefetch(given, tables, ids=lambda batch: batch):
-                optimizer.zero_grad()
-                tables(ids.to(device)).square().sum().backward()
-                optimizer.step()
+            for ids in speedtorch.prefetch(given, trained.module, ids=lambda batch: batch):
+                trained.step(ids.to(device), 2)
     assert torch.equal(table["weight"], expected["weight"])
     assert (table.report().read_ahead > 40) != ids_on_gpu
 
@@ -263,12 +251,9 @@ def test_another_reader_sees_the_last_flush(tmp_path: Path) -> None:
     table = made(tmp_path, ROWS, ())
     table.flush()
     before = np.fromfile(tmp_path / "rows", np.float32)
-    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    trained = Trained(table, lr=1.0)
     for ids in batches(3):
-        optimizer.zero_grad()
-        module(ids).sum().backward()
-        optimizer.step()
+        trained.step(ids)
     assert np.array_equal(np.fromfile(tmp_path / "rows", np.float32), before)
     table.flush()
     assert np.array_equal(np.fromfile(tmp_path / "rows", np.float32), table.numpy().ravel())
@@ -277,20 +262,12 @@ def test_another_reader_sees_the_last_flush(tmp_path: Path) -> None:
 
 def test_a_forked_child_writes_no_row_of_its_parent(tmp_path: Path) -> None:
     table = made(tmp_path, ROWS, ())
-    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(module.parameters(), lr=1.0)
-    first = table["weight"][5].clone()
-
-    def train_row(row: int) -> None:
-        optimizer.zero_grad()
-        module(torch.tensor([row])).sum().backward()
-        optimizer.step()
-
+    trained, first = Trained(table, lr=1.0), table["weight"][5].clone()
     for row in (5, 6):  # the second step brings the row of the first to its slot
-        train_row(row)
+        trained.step(torch.tensor([row]))
     if (child := os.fork()) == 0:
         with torch.no_grad():
-            seen = module.eval()(torch.tensor([5]))[0]
+            seen = trained.module.eval()(torch.tensor([5]))[0]
         table.flush()
         os._exit(0 if torch.equal(seen, first) else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -308,14 +285,10 @@ def trained_beside(
 ) -> Tensor:
     """The rows after many steps of one module, with `other` called before each."""
     table = made(folder, slots, ())
-    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(module.parameters(), lr=0.1)
-    draws = torch.Generator().manual_seed(0)
+    trained, draws = Trained(table), torch.Generator().manual_seed(0)
     for number in range(500):
         other(table, number)
-        optimizer.zero_grad()
-        module(torch.randint(ROWS, (6,), generator=draws)).sum().backward()
-        optimizer.step()
+        trained.step(torch.randint(ROWS, (6,), generator=draws))
     return table["weight"].clone()
 
 
@@ -393,7 +366,7 @@ for row in range(6):
     module(torch.tensor([row])).sum().backward()
     optimizer.step()
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_warm("-c", program)
     stored = np.fromfile(tmp_path / "rows", np.float32).reshape(50, 4)
     assert stored[:5].tolist() == [[-1.0] * 4] * 5
 
@@ -415,34 +388,26 @@ def test_a_closed_table_is_the_error_of_a_module(tmp_path: Path) -> None:
 def test_a_step_that_the_disk_fails_changes_nothing_and_loses_nothing(
     flags: int, slots: int, tmp_path: Path
 ) -> None:
-    expected_table, table = made(tmp_path, None, ()), made(tmp_path, slots, ())
-    tables = expected_table, table
-    modules = [speedtorch.Embedding.from_pretrained(each, freeze=False) for each in tables]
-    optimizers = [optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    expected, table = (Trained(made(tmp_path, n, ())) for n in (None, slots))
     failed = 0
     for ids in batches():
         with opened_as(tmp_path / "rows", flags):
             try:
-                modules[1](ids)
+                table.module(ids)
             except OSError as error:
                 failed += 1
                 assert (error.errno, error.filename) == (errno.EBADF, str(tmp_path / "rows"))
                 assert "the record of row" in str(error)
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            optimizer.zero_grad()
-            (module(ids) ** 2).sum().backward()
-            optimizer.step()
+        for trained in (expected, table):
+            trained.step(ids, 2)
     assert failed >= 4
-    assert torch.equal(table["weight"], expected_table["weight"])
+    assert torch.equal(table.table["weight"], expected.table["weight"])
 
 
 def test_a_flush_that_the_disk_fails_keeps_the_changes(tmp_path: Path) -> None:
     table = made(tmp_path, 60, ())
-    train_some = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(train_some.parameters(), lr=1.0)
-    train_some(torch.tensor([7])).sum().backward()
-    before = table["weight"][7] + 0
-    optimizer.step()
+    trained, before = Trained(table, lr=1.0), table["weight"][7].clone()
+    trained.step(torch.tensor([7]))
     with (
         opened_as(tmp_path / "rows", os.O_RDONLY),
         pytest.raises(OSError, match="writing the record of row 7"),
@@ -456,15 +421,11 @@ def test_rows_that_the_disk_failed_at_the_end_of_a_module_are_written_later(
     tmp_path: Path,
 ) -> None:
     table = made(tmp_path, 20, ())
-    first = table["weight"].clone()
-    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-    optimizer = optim.SGD(module.parameters(), lr=1.0)
+    first, trained = table["weight"].clone(), Trained(table, lr=1.0)
     for row in range(5):
-        optimizer.zero_grad()
-        module(torch.tensor([row])).sum().backward()
-        optimizer.step()
+        trained.step(torch.tensor([row]))
     with opened_as(tmp_path / "rows", os.O_RDONLY):
-        del module, optimizer
+        del trained
         gc.collect()
     assert torch.equal(table["weight"][:4], first[:4] - 1)
 
@@ -514,22 +475,18 @@ def test_a_warning_that_is_an_error_changes_nothing(
 ) -> None:
     monkeypatch.setattr(resident_rows, "_WINDOW", 4)
     seen = []
-    for table in (made(tmp_path, 20), made(tmp_path, None)):
-        module = speedtorch.Embedding.from_pretrained(table, freeze=False)
-        optimizer = optim.SGD(module.parameters(), lr=0.1)
-        raised = 0
+    for table in (made(tmp_path, 20, ()), made(tmp_path, None, ())):
+        trained, raised = Trained(table), 0
         for first in range(20):
             ids = (torch.arange(10) + 10 * first) % ROWS
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 try:
-                    found = module(ids)
+                    found = trained.module(ids)
                 except RuntimeWarning:
                     raised += 1
-                    found = module(ids)
-            found.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                    found = trained.module(ids)
+            trained.end_step(found, 2)
         seen.append(table["weight"].clone())
         assert raised == (table.memory == "file")
     assert torch.equal(*seen)
@@ -600,8 +557,11 @@ def found_in(handle: int, ids: Tensor, changing: int, lease: int = 1) -> list[Te
         resident_release(handle, lease)
 
 
+Open = Callable[[int, int], tuple[int, Tensor, Path]]
+
+
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[int, int], tuple[int, Tensor, Path]]]:
+def opened(tmp_path: Path) -> Iterator[Open]:
     """Makes a file of records, and slots; returns the handle, the slots and the file."""
     closers: list[Callable[[], object]] = []
 
@@ -621,9 +581,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[[int, int], tuple[int, Tensor, P
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slots", [1, 2, 7, 64, 700])
-def test_slots_have_the_records_of_their_rows(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]], slots: int, seed: int
-) -> None:
+def test_slots_have_the_records_of_their_rows(opened: Open, slots: int, seed: int) -> None:
     draws = random.Random(seed)
     rows = 400
     handle, memory, path = opened(rows, slots)
@@ -653,9 +611,7 @@ def test_slots_have_the_records_of_their_rows(
     assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
 
 
-def test_only_hits_access_no_record(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_only_hits_access_no_record(opened: Open) -> None:
     handle, memory, path = opened(10, 3)
     *_, failure = resident_slots(handle, torch.tensor([4, 2]), 1, 0, True)
     assert failure.tolist() == [errno.EAGAIN, 4]
@@ -671,9 +627,7 @@ def test_only_hits_access_no_record(
     assert resident_counts(handle).tolist()[1:3] == [3, 3]
 
 
-def test_many_records_are_read_at_once(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_many_records_are_read_at_once(opened: Open) -> None:
     handle, memory, _ = opened(5000, 3000)
     for _ in range(3):
         ids = torch.randperm(5000)[:3000]
@@ -682,7 +636,7 @@ def test_many_records_are_read_at_once(
         assert torch.equal(memory[slots], ids[:, None].expand(-1, 2))
 
 
-def test_records_are_read_ahead(opened: Callable[[int, int], tuple[int, Tensor, Path]]) -> None:
+def test_records_are_read_ahead(opened: Open) -> None:
     handle, memory, path = opened(50_000, 3000)
     found_in(handle, torch.arange(5), 0)
     ids = torch.randperm(50_000)[:3000]
@@ -714,9 +668,7 @@ def cached(path: Path, rows: Tensor) -> list[bool]:
         return [bool(pages[16 * row // mmap.PAGESIZE] & 1) for row in rows.tolist()]
 
 
-def test_pages_of_records_that_will_be_written_are_read_ahead(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_pages_of_records_that_will_be_written_are_read_ahead(opened: Open) -> None:
     """A write of part of a page reads the page first, in ext4 one page at a time."""
     handle, _, path = opened(100_000, 20)
     changed = torch.arange(0, 20_000, 1000)
@@ -737,9 +689,7 @@ def test_pages_of_records_that_will_be_written_are_read_ahead(
     assert not any(cached(path, changed[10:]))
 
 
-def test_a_file_that_was_cut_off_is_an_error(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_a_file_that_was_cut_off_is_an_error(opened: Open) -> None:
     handle, memory, path = opened(10, 4)
     os.truncate(path, 50)
     found, failure = found_in(handle, torch.tensor([2, 3]), 0)
@@ -762,9 +712,7 @@ def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
     os.close(descriptor)
 
 
-def test_a_lease_keeps_its_slots_and_their_changes(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_a_lease_keeps_its_slots_and_their_changes(opened: Open) -> None:
     handle, memory, path = opened(10, 3)
     slots, _ = slots_of(handle, torch.tensor([4, 5]), 1, 2)
     assert resident_write(handle, None, True).tolist()[0] == 0  # before the change is there
@@ -777,9 +725,7 @@ def test_a_lease_keeps_its_slots_and_their_changes(
     assert np.fromfile(path, np.int64).reshape(-1, 2)[4:6].tolist() == [[99, 99], [5, 5]]
 
 
-def test_used_rows_stay_longer_than_others(
-    opened: Callable[[int, int], tuple[int, Tensor, Path]],
-) -> None:
+def test_used_rows_stay_longer_than_others(opened: Open) -> None:
     handle, _, _ = opened(1000, 20)
     frequent = torch.arange(10)
     for call in range(60):
@@ -789,7 +735,7 @@ def test_used_rows_stay_longer_than_others(
     assert reads == misses == 10 + 5 * 60 and hits == 10 * 59
 
 
-def test_wrong_arguments_of_the_ops(opened: Callable[[int, int], tuple[int, Tensor, Path]]) -> None:
+def test_wrong_arguments_of_the_ops(opened: Open) -> None:
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
         found_in(-1, torch.arange(2), 0)
