@@ -370,8 +370,9 @@ class RowModule(nn.Module):
         self._check_use()
         if self.trained_rows.table.shard_spec is not None:
             raise NotImplementedError(
-                f"{name}: resize() does not support sharded rows. Build and shard a larger model."
-                " Then load the old model's full_state_dict() with the new rows added."
+                f"{name}: resize() does not support sharded rows. Read the state_dict() of rank 0"
+                " within speedtorch.full_state_dict(model), and add the new rows to it. Build and"
+                " shard a larger model, and load this state."
             )
         if count < 0:
             raise ValueError(

@@ -127,7 +127,7 @@ class TableGroup(RowModule):
         raise NotImplementedError(
             f"{self._label()}: a collection looks up all its tables together. Call it with a dict"
             " of all features, collection({feature: ids, ...})[feature]. For a table with its own"
-            " lookups build a speedtorch.EmbeddingBag."
+            " lookups, build a speedtorch.Embedding or EmbeddingBag."
         )
 
     def flush(self) -> None:

@@ -102,7 +102,7 @@ def _checked(words: object, rows: int) -> list[str]:
         if not word:
             raise ValueError(f"words[{place}]: expected a word, got an empty one")
         if not _ENDS.isdisjoint(word):
-            raise ValueError(f"words[{place}]: expected no space or line end within, got {word!r}")
+            raise ValueError(f"words[{place}]: expected no space, tab or line end, got {word!r}")
         if word in seen:
             before = named.index(word)
             raise ValueError(f"words[{place}]: expected unique words, words[{before}] is {word!r}")

@@ -127,5 +127,5 @@ class BlockMemory(RowMemory):
         if self._blocks.graphs.remain(self.held.device):
             raise RuntimeError(
                 f"{self.held.name}: {what} is not possible while a captured CUDA graph uses its"
-                " rows. Delete the graph first (del graph)."
+                " rows. First delete the graph, or the result of graphed() that contains it."
             )

@@ -125,7 +125,9 @@ class TrainedRows(WholeWeight):
     def cache_report(self) -> CacheReport:
         """Reports rows and hits of the cache; ValueError without rows, a cache or a load so far."""
         if not self.shape[0]:
-            raise ValueError(f"{self.name}: this rank has no rows, and so no cache to report.")
+            raise ValueError(
+                f"{self.name}: the table has no rows on this rank, and so no cache to report."
+            )
         if not isinstance(self._store, CachedStore):
             raise ValueError(
                 f"{self.name}: there is no cache to report. Create one with cache= or"

@@ -116,7 +116,7 @@ def test_a_table_of_no_rows_needs_no_cache(device: str) -> None:
         module(torch.tensor(ids, dtype=torch.int64)).sum().backward()
     optim.SGD(model.parameters(), lr=0.1).step()
     assert model[1].report().slots == 9
-    with pytest.raises(ValueError, match="this rank has no rows, and so no cache"):
+    with pytest.raises(ValueError, match="no rows on this rank, and so no cache"):
         empty.report()
 
 
