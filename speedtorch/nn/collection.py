@@ -1,4 +1,4 @@
-"""EmbeddingCollection and EmbeddingBagCollection: a model's tables with one exchange for all."""
+"""EmbeddingCollection and EmbeddingBagCollection: tables with one exchange for each group."""
 
 from __future__ import annotations
 
@@ -424,7 +424,7 @@ class EmbeddingBagCollection(TableCollection):
         Raises:
             KeyError: A feature is missing, or a dict has a feature of no table.
             IndexError: An id is out of its table's range; the message names table and feature. If
-                rows are on a GPU, a later call may raise instead.
+                rows are on a GPU, a later call may raise instead, and may name only the tables.
             TypeError, ValueError: Ids, offsets or weights are invalid; no row was loaded. (The
                 values of offsets on a GPU are not checked.)
             RuntimeError, NotImplementedError: See Embedding.

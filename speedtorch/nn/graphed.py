@@ -195,7 +195,7 @@ class _Captured(GraphedStep):
 
 @contextmanager
 def _explained_isolation() -> Iterator[None]:
-    """Replaces CUDA's capture error by an error with the remedy if an earlier step is alive."""
+    """Replaces CUDA's errors about work outside of the capture by an error with the remedies."""
     try:
         yield
     except RuntimeError as error:

@@ -75,7 +75,7 @@ class Steps(Protocol):
         """Discards announced ids, and lets the next lookup begin a new step."""
 
     def start_loop(self, loop: object) -> bool:
-        """Starts planning ahead for a loop; returns False if another loop plans already."""
+        """Registers a loop that may plan ahead; returns False if another loop has not ended."""
 
     def plan_ahead(self, parts: Sequence[Tensor], after: Any) -> Any:
         """Plans a batch of a loop, which follows the batch `after`."""
@@ -87,7 +87,7 @@ class Steps(Protocol):
         """Raises IndexError for ids out of range, if the ids and the rows are on the CPU."""
 
     def end_loop(self, loop: object) -> None:
-        """Ends planning ahead for a loop."""
+        """Ends a loop that start_loop() has registered."""
 
 
 class Lookups(Protocol):
