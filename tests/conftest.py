@@ -172,15 +172,10 @@ settings.load_profile("speedtorch")
 
 @dataclass(frozen=True)
 class Place:
-    """A device that does the work, and the memory that holds the table.
+    """A device that does the work, and the memory that holds the table."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        memory: "plain", "managed", "registered", "torch_pinned", "pageable" or "cuda".
-    """
-
-    device: str
-    memory: str
+    device: str  # "cpu" or "cuda"
+    memory: str  # "plain", "managed", "registered", "torch_pinned", "pageable" or "cuda"
 
     def __str__(self) -> str:
         return self.device if self.device == "cpu" else f"{self.device}-{self.memory}"

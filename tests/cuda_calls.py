@@ -136,16 +136,11 @@ def _unmap(known: dict[int, mmap.mmap], address: int) -> int:
 
 
 class Driver:
-    """Stands in the library's table while its `with` block runs, and writes the calls down.
-
-    Attributes:
-        calls: (name, arguments without the pointers that answers go to) of every call.
-        real: What the table held before.
-    """
+    """Stands in the library's table while its `with` block runs, and writes the calls down."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.real: CudaCalls | None = None
+        self.calls: list[tuple[Any, ...]] = []  # names and arguments but pointers for answers
+        self.real: CudaCalls | None = None  # what the table held before
         # Kept for as long as this object: the library holds bare pointers to them.
         self._functions = {
             name: CFUNCTYPE(c_int, *arguments)(self._recorded(name))
@@ -201,54 +196,33 @@ UNMAPS = {"free_managed": "managed", "host_free": "allocated"}
 
 
 class PretendedDriver(Driver):
-    """A driver with as many GPUs as wanted and none of their work.
+    """A driver with GPUs, each with concurrentManagedAccess or without, and none of their work.
 
-    Args:
-        gpus: For each GPU whether it has concurrentManagedAccess.
-
-    Attributes:
-        managed: Address to memory of what was allocated and not freed.
-        allocated: The same of pinned memory.
-        reserved: Address to memory of addresses that were reserved and not freed.
-        mapped: Address to (bytes, GPU, handle) of memory that is behind such addresses.
-        registered: Address to (bytes, read-only) of what was registered and not unregistered.
-        registers_elsewhere: Whether GPUs find registered memory at another address, as on WSL2.
-        host_page_tables: Whether GPUs reach pageable memory as the CPU does, as on Grace.
-        versions: CUDA of the driver and of the library's runtime.
-        events: Handles that were made and not destroyed.
-        unfinished: Those that the GPU has not reached.
-        stream_ids: Numbers of streams by handle, where they differ from the handle.
-        capturing: Handles of streams that capture a graph.
-        other_captures: Whether another thread captures a graph: calls that are unsafe then fail.
-        on_call: Called with the name of every call, before it is answered.
-        pinned_by_others: Addresses that are pinned without us.
-        pending: CUDA's last error: 0 unless a failure was not cleared.
-        advised_untouched: For each piece of advice whether nobody had written to the memory.
-        unregistered_mapped: For each unregistered address whether memory was still there.
+    Dicts by address have what was allocated, reserved, mapped or registered and not given back.
     """
 
     def __init__(self, *gpus: bool) -> None:
         super().__init__()
         self.gpus = gpus
         self.managed: dict[int, mmap.mmap] = {}
-        self.allocated: dict[int, mmap.mmap] = {}
+        self.allocated: dict[int, mmap.mmap] = {}  # pinned
         self.reserved: dict[int, mmap.mmap] = {}
-        self.mapped: dict[int, tuple[int, int, int]] = {}
-        self.registered: dict[int, tuple[int, bool]] = {}
-        self.registers_elsewhere = False
-        self.host_page_tables = False
-        self.versions = (13000, 13000)
-        self.events: set[int] = set()
-        self.unfinished: set[int] = set()
-        self.stream_ids: dict[int, int] = {}
-        self.capturing: set[int] = set()
-        self.other_captures = False
-        self.on_call: Callable[[str], object] = lambda _: None
+        self.mapped: dict[int, tuple[int, int, int]] = {}  # bytes, GPU and handle
+        self.registered: dict[int, tuple[int, bool]] = {}  # bytes, and whether it is read-only
+        self.registers_elsewhere = False  # GPUs find registered memory elsewhere, as on WSL2
+        self.host_page_tables = False  # GPUs reach pageable memory as the CPU does, as on Grace
+        self.versions = (13000, 13000)  # CUDA of the driver and of the library's runtime
+        self.events: set[int] = set()  # not destroyed
+        self.unfinished: set[int] = set()  # events that the GPU has not reached
+        self.stream_ids: dict[int, int] = {}  # by handle, if they differ from it
+        self.capturing: set[int] = set()  # streams
+        self.other_captures = False  # by another thread: calls that are unsafe then fail
+        self.on_call: Callable[[str], object] = lambda _: None  # before each call is answered
         self._capture_mode = threading.local()
         self.pinned_by_others: set[int] = set()
-        self.pending = 0
-        self.advised_untouched: list[bool] = []
-        self.unregistered_mapped: list[bool] = []
+        self.pending = 0  # CUDA's last error: 0 unless a failure was not cleared
+        self.advised_untouched: list[bool] = []  # for each advice: nobody had written before
+        self.unregistered_mapped: list[bool] = []  # for each address: memory was still there
         self._failures: dict[str, tuple[set[int], int]] = {}
         self._handles = itertools.count(1)
         self._texts: dict[int, ctypes.Array[c_char]] = {}

@@ -22,19 +22,12 @@ __all__ = ["DEMOS", "Demo", "demo_file", "demo_ratings", "facts", "run_demo", "w
 
 @dataclass(frozen=True)
 class Demo:
-    """A demonstration.
+    """A demonstration."""
 
-    Attributes:
-        option: names its input file, if it has one.
-        write: writes a small one.
-        small: settings for that.
-        files: the names of what is saved, in order.
-    """
-
-    option: str | None
-    write: Callable[[Path], object]
-    small: tuple[str, ...]
-    files: tuple[str, ...]
+    option: str | None  # names the input file
+    write: Callable[[Path], object]  # writes a small one
+    small: tuple[str, ...]  # settings for that
+    files: tuple[str, ...]  # the names of what is saved, in order
 
 
 @functools.cache

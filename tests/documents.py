@@ -12,16 +12,10 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 class Block(NamedTuple):
-    """A fenced block.
-
-    Attributes:
-        document: where it stands.
-        line: the line on which its code starts, from 1.
-        text: the code.
-    """
+    """A fenced block of a document."""
 
     document: Path
-    line: int
+    line: int  # on which its code starts, from 1
     text: str
 
     def __str__(self) -> str:

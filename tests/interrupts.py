@@ -195,16 +195,9 @@ def every_interrupt(
 ) -> Iterator[tuple[T, Lines]]:
     """Interrupts a call at its lines in turn, each time on something newly prepared.
 
-    Args:
-        prepare: makes what the call is given.
-        call: is interrupted.
-        error: makes the error.
-        files: whose lines count.
-        every: 1 is for each line each time that it is executed; 47 is for each 47th of the lines
-            that are new to the call, counted from the last one.
-
-    Yields:
-        What was prepared, and where it was interrupted; the call that comes through ends it.
+    `every` 1 is for each line each time that it is executed; 47 is for each 47th of the lines that
+    are new to the call, counted from the last one. Yields what was prepared, and where the call was
+    interrupted, until a call comes through.
     """
     for number in count(1) if every == 1 else _new_lines(prepare, call, files)[::-every][::-1]:
         prepared = prepare()
@@ -242,22 +235,14 @@ def first_of_each(seen: list[Any]) -> list[int]:
 
 
 class CtrlC:
-    """Real SIGINTs, each at a random moment of a piece of work.
-
-    Args:
-        seed: of the moments.
-    """
+    """Real SIGINTs, each at a random moment of a piece of work."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._armed = False
 
     def during(self, work: Callable[[], object], seconds: float) -> KeyboardInterrupt | None:
-        """Does the work, which takes so long, and sends one SIGINT meanwhile.
-
-        Returns:
-            What the work was left with, or None if it was through before.
-        """
+        """Does the work, which takes so long, with one SIGINT; returns its interrupt or None."""
         sender = threading.Timer(
             self._random.uniform(0, seconds), os.kill, (os.getpid(), signal.SIGINT)
         )

@@ -44,20 +44,12 @@ CAPACITY = 8
 
 @dataclass(frozen=True)
 class Way:
-    """How a loop is trained.
+    """How a loop is trained."""
 
-    Attributes:
-        ahead: whether batches are prefetched.
-        turning: whether prefetch hands some of them through.
-        capacity: of the embedding.
-        by_torch: whether it is torch's own embedding.
-        cache: of the embedding.
-    """
-
-    ahead: bool = False
-    turning: bool = False
+    ahead: bool = False  # prefetched
+    turning: bool = False  # prefetch hands some batches through
     capacity: int | None = None
-    by_torch: bool = False
+    by_torch: bool = False  # torch's own embedding
     cache: str | None = None
 
 
@@ -84,11 +76,7 @@ def first_rows() -> Tensor:
 
 
 class Training:
-    """An embedding, a layer beside it, and an optimizer of both; with `bags` an EmbeddingBag.
-
-    Attributes:
-        seen: what evaluations in between have looked up.
-    """
+    """An embedding, a layer beside it, and an optimizer of both; with `bags` an EmbeddingBag."""
 
     def __init__(
         self,
@@ -116,7 +104,7 @@ class Training:
             self.optimizer.add_param_group({"params": [self.scale]})
         self.is_attached = attach and make is not optim.SGD and not way.by_torch
         self.attach()
-        self.seen: list[Tensor] = []
+        self.seen: list[Tensor] = []  # by evaluations in between
 
     def attach(self) -> None:
         if self.is_attached:

@@ -58,20 +58,11 @@ LEFT_OUT_CALLS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one line.
+    """A change of one line, which is counted from 1."""
 
-    Attributes:
-        name: the subpackage and the number of the draw, such as "step-2".
-        kind: the kind of change.
-        file: relative to the root.
-        line: counted from 1.
-        before: the line without the fault.
-        after: the line with the fault.
-    """
-
-    name: str
+    name: str  # the subpackage and the number of the draw, such as "step-2"
     kind: str
-    file: str
+    file: str  # relative to the root
     line: int
     before: str
     after: str
@@ -290,12 +281,9 @@ def _draws(
 
 
 def draw(seed: int, count: int, replaced: frozenset[str] = frozenset()) -> list[Fault]:
-    """The faults of a seed.
+    """As many faults of a seed, of which a tenth, at most four, is in csrc.
 
-    Args:
-        seed: the faults are the same for the same seed and source.
-        count: the number of faults; a tenth, four at most, is in csrc.
-        replaced: names of draws that change no behaviour: the next draw of the group is taken.
+    Draws with the names `replaced` change no behaviour: the next draw of the group is taken.
     """
     groups = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
     random.Random(seed).shuffle(groups)

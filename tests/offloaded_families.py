@@ -51,22 +51,15 @@ VARIANTS = ["plain", "checkpoint", "reentrant-checkpoint", "lora", "accumulation
 class Family:
     """A kind of model.
 
-    Attributes:
-        make: a model with random weights.
-        modules: the modules of a model that a Swapper offloads.
-        loss: of a model for a batch with this number, on a device.
-        checkpoints: lets a model compute its layers again in the backward, by torch's checkpoint
-            with `use_reentrant`.
-        adapt: gives the model with trained low-rank adapters within modules, all else frozen.
-        shares: several modules take one tensor (the states of an encoder), whose gradients a graph
-            that is cut between modules adds in another order.
+    If a model `shares` a tensor among modules (the states of an encoder), a graph that is cut
+    between modules adds the tensor's gradients in another order.
     """
 
     make: Callable[[], nn.Module]
     offloaded: Callable[[Any], Iterable[nn.Module]]
-    loss: Callable[[Any, int, str], Tensor]
-    checkpoints: Callable[[Any, bool], None]
-    adapt: Callable[[Any], nn.Module]
+    loss: Callable[[Any, int, str], Tensor]  # for a batch with this number, on a device
+    checkpoints: Callable[[Any, bool], None]  # lets layers be computed again, with use_reentrant
+    adapt: Callable[[Any], nn.Module]  # adds trained low-rank adapters and freezes the rest
     shares: bool = False
 
 

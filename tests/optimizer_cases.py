@@ -19,23 +19,14 @@ def zero() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and the state that torch gives it before its first update.
-
-    Attributes:
-        make: builds the optimizer.
-        rows: the first value of each state field that goes by rows.
-        scalars: makes the first values of the others.
-        settings: arguments of the optimizer.
-        variants: arguments that choose one of its implementations.
-        by_rows: whether each state field has one number a row, `[rows, 1]`.
-    """
+    """An optimizer, and the first values of its state: of `rows`, and `scalars` beside them."""
 
     make: Callable[..., optim.Optimizer]
     rows: Mapping[str, float] = field(default_factory=dict)
     scalars: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: {"step": zero})
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    variants: tuple[str, ...] = ("foreach", "single")
-    by_rows: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments of the optimizer
+    variants: tuple[str, ...] = ("foreach", "single")  # implementations; see settings_of
+    by_rows: bool = False  # each state field has one number a row, [rows, 1]
 
     def first_fields(self, weight: Tensor) -> dict[str, Tensor]:
         """The state of all rows of a weight before its first update."""

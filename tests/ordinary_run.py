@@ -55,15 +55,9 @@ def soaked(ordinary: int, full: int) -> int:
 
 
 def process_count(cores: int, host_bytes: int, gpu_bytes: int | None = None) -> int:
-    """How many processes run the tests: one for each core, as far as memory goes.
+    """How many processes run the tests: one for each core, as far as free memory goes.
 
-    Args:
-        cores: that this process may use.
-        host_bytes: of host memory that can be had.
-        gpu_bytes: of free memory on the GPU that all processes share; None: there is no GPU.
-
-    Returns:
-        A number from 1 on.
+    All processes share one GPU, if there is one.
     """
     most = [cores, host_bytes // HOST_BYTES]
     if gpu_bytes is not None:

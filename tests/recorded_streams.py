@@ -91,20 +91,15 @@ class RecordedTensor:
 
 
 class RecordedStreams:
-    """All streams of a pretended GPU.
-
-    Attributes:
-        host_clock: what the host has waited for.
-        on: the name of the stream that has each work, in the order of the calls.
-    """
+    """All streams of a pretended GPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
         self._made: dict[object, RecordedStream] = {}
         self._works: dict[str, tuple[int, Clock]] = {}  # the number in its stream, what was before
         self._counts: defaultdict[str, int] = defaultdict(int)
-        self.host_clock = Clock()
-        self.on: dict[str, str] = {}
+        self.host_clock = Clock()  # what the host has waited for
+        self.on: dict[str, str] = {}  # the stream of each work, in the order of the calls
         self._of_thread = threading.local()
         for module in (side_stream, flat_buffer, module_groups):
             patch.setattr(module, "current_stream", lambda _: self.current)

@@ -33,32 +33,19 @@ SOON = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Case:
-    """How rows are looked up and trained.
-
-    Attributes:
-        kind: "rows" or "bags".
-        make: the optimizer.
-        settings: of the module.
-        lookups: of each step.
-        uneven: ranks have batches of other sizes, some of none.
-        capacity: of the rows that are shared out; those of one process have none.
-        apart: each lookup has a backward of its own, before the next lookup.
-        read: the gradient is read between backward and step.
-        rows: of the table.
-        pairs: of ids in a batch of one lookup.
-    """
+    """How rows are looked up and trained."""
 
     make: Callable[..., optim.Optimizer]
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the module
     optimizer: dict[str, Any] = field(default_factory=dict)
-    kind: str = "rows"
-    lookups: int = 1
-    uneven: bool = False
-    capacity: int | None = None
-    apart: bool = False
-    read: bool = False
+    kind: str = "rows"  # or "bags"
+    lookups: int = 1  # of each step
+    uneven: bool = False  # ranks have batches of other sizes, some of none
+    capacity: int | None = None  # of sharded rows; those of one process have none
+    apart: bool = False  # each lookup has a backward of its own, before the next lookup
+    read: bool = False  # the gradient is read between backward and step
     rows: int = ROWS
-    pairs: int = 4
+    pairs: int = 4  # of ids in a batch of one lookup
 
 
 CASES = {

@@ -48,28 +48,16 @@ class Use:
 
 @dataclass
 class Memory:
-    """The memory of one storage.
+    """The memory of one storage."""
 
-    Attributes:
-        made_on: the stream whose next allocation may get it once it is free.
-        shape: of the tensor that was seen first.
-        uses: the last of each stream, and of each kind.
-        kept_for: streams that the allocator waits for.
-    """
-
-    made_on: str
-    shape: Sequence[int]
-    uses: dict[tuple[str, bool], Use] = field(default_factory=dict)
-    kept_for: set[str] = field(default_factory=set)
+    made_on: str  # the stream whose next allocation may get it once it is free
+    shape: Sequence[int]  # of the tensor that was seen first
+    uses: dict[tuple[str, bool], Use] = field(default_factory=dict)  # the last by stream and kind
+    kept_for: set[str] = field(default_factory=set)  # streams that the allocator waits for
 
 
 class StreamOrder(TorchDispatchMode):
-    """Watches all operations of the current thread.
-
-    Attributes:
-        faults: what was found, in words.
-        side_uses: how often a stream used memory of another.
-    """
+    """Watches all operations of the current thread."""
 
     def __init__(self, streams: RecordedStreams, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -77,7 +65,7 @@ class StreamOrder(TorchDispatchMode):
         self._memory: dict[int, Memory] = {}
         self._freed: defaultdict[str, list[Memory]] = defaultdict(list)
         self.faults: list[str] = []
-        self.side_uses = 0
+        self.side_uses = 0  # of memory of another stream
 
         def uses(side: SideStream, tensors: Iterable[Tensor]) -> None:
             self.keep(tensors, side.stream(torch.device("cuda", 0)).name)  # type: ignore[attr-defined]

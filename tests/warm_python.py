@@ -211,14 +211,9 @@ def run_warm(
     cwd: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program that finds the package and the tests, and checks its status.
+    """Runs a warm Python that finds the package and the tests, and checks its status if not None.
 
-    Args:
-        arguments: of a warm Python.
-        status: that the program must end with; None: any.
-        seconds: that it may take.
-        cwd: its folder.
-        environment: what it has besides the variables of this process.
+    The program has the `environment` besides the variables of this process.
     """
     import speedtorch
 

@@ -106,18 +106,14 @@ LEFT_OUT = {"torch._reshape_alias_copy"} | {
 class Operation:
     """A function of a tensor, with its other arguments.
 
-    Attributes:
-        call: Returns the result and the other arguments, which the function may write.
-        writes: Whether a plain tensor is another one afterwards.
-        is_random: Whether the results of a plain tensor differ by the seed.
-        supported: False if NotImplementedError is wrong while no gradients are recorded, True if
-            while they are.
+    `supported` has False if NotImplementedError is wrong while no gradients are recorded, and True
+    if it is wrong while they are.
     """
 
     name: str
-    call: Callable[[Any], Any]
-    writes: bool = False
-    is_random: bool = False
+    call: Callable[[Any], Any]  # returns the result and the other arguments, as they are then
+    writes: bool = False  # to a plain tensor
+    is_random: bool = False  # results of a plain tensor differ by the seed
     supported: tuple[bool, ...] = ()
 
     @property

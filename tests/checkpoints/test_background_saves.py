@@ -304,15 +304,6 @@ speedtorch.async_save(sys.argv[1], rows=table["weight"], step=5)
     assert found["step"] == 5 and bool((found["rows"] == 3).all())
 
 
-@pytest.mark.slow
-def test_training_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    # Managed memory is none for the forks that it trains in.
-    command = ("-m", "killed_training", tmp_path / "runs", "20", "1")
-    done = run_warm(*command, CUDA_VISIBLE_DEVICES="")
-    killed, resumed = map(int, done.stdout.split())
-    assert killed >= 10 and resumed >= 10
-
-
 def test_wrong_arguments_raise(tmp_path: Path) -> None:
     for wrong, error in ((0, ValueError), ("many", ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="max_memory: expected"):

@@ -17,22 +17,19 @@ RANKS = [1, 2, 3, 8, 64, 1000]
 
 
 @pytest.mark.parametrize(
-    ("capacity", "ranks", "share"),
+    ("capacity", "ranks", "rows", "padded", "share"),
     [
-        (4096, 1, 4096),
-        (4096, 2, 2421),
-        (4096, 8, 704),
-        (4096, 64, 139),
-        (1 << 20, 8, 133_979),
-        (100, 2, 100),
-        (100, 8, 52),
-        (1, 64, 1),
+        *((4096, 1, ROWS, False, 4096), (4096, 2, ROWS, False, 2421), (4096, 8, ROWS, False, 704)),
+        *((4096, 64, ROWS, False, 139), (1 << 20, 8, ROWS, False, 133_979)),
+        *((100, 2, ROWS, False, 100), (100, 8, ROWS, False, 52), (1, 64, ROWS, False, 1)),
+        *((4, 8, ROWS, True, 5), (4096, 8, ROWS, True, 705)),  # with the padding row
+        *((40, 3, 41, False, 14), (40, 3, 41, True, 14)),  # what a rank owns
     ],
 )
 def test_a_share_is_the_mean_plus_a_margin_for_chance(
-    capacity: int, ranks: int, share: int
+    capacity: int, ranks: int, rows: int, padded: bool, share: int
 ) -> None:
-    assert FairShares(capacity, BlockCyclic.of(ROWS, ranks)).rows == share
+    assert FairShares(capacity, BlockCyclic.of(rows, ranks), padded=padded).rows == share
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -42,17 +39,6 @@ def test_shares_are_at_most_the_capacity_and_together_at_least(ranks: int) -> No
     assert shares == sorted(shares)
     for capacity, share in zip(CAPACITIES, shares, strict=True):
         assert capacity / ranks <= share <= capacity
-
-
-def test_a_share_is_at_most_what_a_rank_owns() -> None:
-    assert FairShares(40, BlockCyclic.of(41, 3)).rows == 14
-    assert FairShares(40, BlockCyclic.of(41, 3), padded=True).rows == 14
-
-
-def test_a_share_includes_the_padding_row() -> None:
-    sharding = BlockCyclic.of(ROWS, 8)
-    for capacity, share in ((4, 5), (4096, 705)):
-        assert FairShares(capacity, sharding, padded=True).rows == share
 
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in RANKS if ranks > 1])

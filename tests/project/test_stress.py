@@ -28,7 +28,7 @@ from warm_python import warm_python
 from speedtorch import HostTable
 from speedtorch.step.row_store import RowStore
 
-PROGRAMS = {"training": 12, "kills": 1, "readers": 2}
+PROGRAMS = {"training": 12, "kills": 6, "readers": 2}
 """Of each kind in the ordinary run; tests/parallel runs those of ranks."""
 
 
