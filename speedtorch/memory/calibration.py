@@ -74,7 +74,8 @@ def calibrate(*, progress: bool = True) -> dict[str, Any]:
     """Measures the time to copy rows on this machine and saves it in the user's cache folder.
 
     Takes a few seconds, up to 8 GiB of host memory and 0.5 GiB on the current GPU. Ops then choose
-    their paths by these results, in later processes too. Without results, ops use an H200's.
+    their paths by these results, in later processes too. If the file cannot be written, a warning
+    is logged and only this process uses the results. Without results, ops use an H200's.
 
     Args:
         progress: Show a progress bar.

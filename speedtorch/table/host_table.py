@@ -630,7 +630,8 @@ class HostTable:
     ) -> None:
         """Writes rows of gather()'s shape. The last of equal ids wins. See ops.pinned_scatter.
 
-        With `accumulate` rows are added in the order of the ids. Whole records need one dtype then.
+        With `accumulate` rows are added instead, those of equal ids in the order of `index`. Whole
+        records need one dtype then.
 
         Example:
             >>> table = HostTable(3, 1, memory="plain")
