@@ -99,12 +99,8 @@ def fail(
 def interrupt(work: Callable[[], object], number: int, *modules: ModuleType, each: str) -> bool:
     """Runs `work` with one Ctrl-C in the code of these modules; whether it came to that.
 
-    Args:
-        work: what to run.
-        number: before which of the lines, or of the interpreter's instructions, counted from 0 in
-            the order in which they run.
-        *modules: where they are counted.
-        each: "line" or "opcode".
+    The interrupt comes before a line or an "opcode" of the interpreter, which are counted from 0 in
+    the order in which they run.
     """
     ours = {module.__file__ for module in modules}
     left = [number]

@@ -16,31 +16,16 @@ _TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one place.
+    """A change of one place."""
 
-    Attributes:
-        name: what is wrong then.
-        file: of the package, relative to its folder.
-        old: text that occurs once there, without comments: these may be rewritten.
-        new: what stands there instead.
-        found_by: the test that finds it, where the random programs cannot.
-    """
-
-    name: str
-    file: str
-    old: str
+    name: str  # what is wrong then
+    file: str  # relative to the package's folder
+    old: str  # text that occurs once there, without comments, which may be rewritten
     new: str
-    found_by: str | None = None
+    found_by: str | None = None  # the test that finds it if the random programs cannot
 
     def changed(self, package: Path) -> str:
-        """The file's source with the change.
-
-        Args:
-            package: its folder.
-
-        Raises:
-            LookupError: the text is not there, or more than once: this list is out of date.
-        """
+        """The file's source with the change; LookupError if this list is out of date."""
         path = package / self.file
         source = path.read_text() if path.is_file() else ""
         found = source.count(self.old)

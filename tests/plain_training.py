@@ -29,53 +29,32 @@ def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> optim.Opti
 class PlainTable:
     """All rows of a table, their state, and the step that goes on.
 
-    Attributes:
-        weight: `[rows, columns]`.
-        fields: the state of all rows, by its name.
-        scalars: the state that does not go by rows.
-        padding: id of a row that is never trained, or None.
-        max_norm: rows with a larger norm are shortened when they are looked up.
-        held: rows of the step.
-        gradient: of all rows, or None before a backward.
-        zeros: rows of a step that was left out, whose gradient zero_grad() has filled with zeros.
-        over: whether the step was stepped, so that the next lookup begins another.
-        left: whether a zero_grad has come since the last lookup: without a gradient, lookups but
-            those that were announced begin another step, although a graph of this one is there.
-        parts: ids that a step knows: those of its lookups, and those that it was begun with.
-        unseen: those of them that were announced and are still to be looked up.
-        looked_up: all ids that lookups of the step have named.
-        waiting: ids that were announced and of which no lookup has come, call by call.
-        before: those of the batch before, if nobody can say yet that it was given up.
-        is_new: whether the next announcement is of another batch.
-        due: ids of the batch that a loop gives: a step that begins with them has all of its rows.
-        kept: whether a backward that failed keeps its lookups, in torch, so that they count for the
-            step until lookups of other ids come.
-        capacity: whether lookups of a step may bring no rows after the first.
-        stored: dtypes of 16 bits that rows are rounded to, to nearest, after each step, by field.
-        number: counts steps.
+    If the step is `left`, lookups without a gradient begin another step, but for those that were
+    announced, although a graph of this one is there. Lookups of a backward that failed are `kept`
+    by torch: they count for the step until lookups of other ids come.
     """
 
-    weight: Tensor
-    fields: dict[str, Tensor]
-    scalars: dict[str, Any]
-    padding: int | None = None
-    max_norm: float | None = None
-    held: set[int] = field(default_factory=set)
-    gradient: Tensor | None = None
-    zeros: set[int] | None = None
-    over: bool = True
-    left: bool = False
-    parts: list[Tensor] = field(default_factory=list)
-    unseen: list[Tensor] = field(default_factory=list)
-    looked_up: set[int] = field(default_factory=set)
-    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
-    before: list[tuple[Tensor, ...]] = field(default_factory=list)
-    is_new: bool = False
-    due: tuple[Tensor, ...] = ()
+    weight: Tensor  # [rows, columns]
+    fields: dict[str, Tensor]  # the state of all rows
+    scalars: dict[str, Any]  # the state that does not go by rows
+    padding: int | None = None  # a row that is never trained
+    max_norm: float | None = None  # rows with a larger norm are shortened when looked up
+    held: set[int] = field(default_factory=set)  # rows of the step
+    gradient: Tensor | None = None  # of all rows; None before a backward
+    zeros: set[int] | None = None  # rows of a step left out, for which zero_grad() made zeros
+    over: bool = True  # the step was stepped: the next lookup begins another
+    left: bool = False  # a zero_grad has come since the last lookup
+    parts: list[Tensor] = field(default_factory=list)  # ids of lookups and of the step's beginning
+    unseen: list[Tensor] = field(default_factory=list)  # announced parts without a lookup yet
+    looked_up: set[int] = field(default_factory=set)  # all ids of the step's lookups
+    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)  # announced, call by call
+    before: list[tuple[Tensor, ...]] = field(default_factory=list)  # of a batch perhaps given up
+    is_new: bool = False  # the next announcement is of another batch
+    due: tuple[Tensor, ...] = ()  # of a loop's batch: a step that begins with it has all its rows
     kept: bool = False
-    capacity: bool = False
-    stored: dict[str, torch.dtype] = field(default_factory=dict)
-    number: int = 0
+    capacity: bool = False  # lookups of a step may bring no rows after the first
+    stored: dict[str, torch.dtype] = field(default_factory=dict)  # 16 bits, rounded to nearest
+    number: int = 0  # of the step
 
     def _rows(self, *parts: Tensor) -> set[int]:
         return {each for ids in parts for each in ids.flatten().tolist()} - {self.padding}
@@ -211,12 +190,7 @@ class PlainTable:
 
 @dataclass
 class PlainTraining:
-    """Tables with one optimizer.
-
-    Attributes:
-        case: the optimizer, and what it keeps of each row and beside them.
-        tables: in the order in which the optimizer has them.
-    """
+    """Tables with one optimizer, in its order."""
 
     case: Case
     tables: list[PlainTable]
@@ -265,11 +239,7 @@ class PlainTraining:
             table.forget(to_none=to_none)
 
     def step(self, during: AbstractContextManager[object] | None = None) -> None:
-        """torch's own step on the rows of the step; what it leaves half done goes back too.
-
-        Args:
-            during: entered around that step.
-        """
+        """Steps the rows of the step by torch, in `during`; rows left half done go back, too."""
         held = [nn.Parameter(table.weight[table.taken()]) for table in self.tables]
         optimizer = make_optimizer(self.case, held)
         for table, rows in zip(self.tables, held, strict=True):

@@ -115,15 +115,10 @@ def plain(name: str, batches: list[Tensor], most: float = 0.0, parts: int = 1) -
 
 
 class Host:
-    """A library that trains a model; `folder` is where it saves.
+    """A library that trains a model; `folder` is where it saves."""
 
-    Attributes:
-        most: the norm that gradients are clipped to; 0: they are not clipped.
-        parts: batches of a step.
-        clips: gradients are clipped as the docs say, not by the library's own function.
-    """
-
-    most, parts, clips = 0.0, 1, True
+    most, parts = 0.0, 1  # the norm that gradients are clipped to, if any; batches of a step
+    clips = True  # as the docs say, not by the library's own function
 
     def __init__(self, folder: str, name: str, **settings: Any) -> None:
         self.folder, self.name = Path(folder), name

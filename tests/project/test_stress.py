@@ -74,9 +74,8 @@ def test_a_lost_row_is_found_and_its_seed_finds_it_again(
     lost_rows: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(tmp_path / "progress.json", "cpu")
-    seed = next(
-        f"training-{n}" for n in range(40) if not command.run_program(f"training-{n}", progress)
-    )
+    seeds = (f"training-{n}" for n in range(6, 40))  # the first of them finds it
+    seed = next(seed for seed in seeds if not command.run_program(seed, progress))
     output = capsys.readouterr().out
     assert f"make stress SEED={seed} repeats it" in output
     found = output.partition("found a fault: ")[2].split("\n")[0]

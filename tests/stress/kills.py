@@ -27,17 +27,11 @@ __all__ = ["run_killed_training"]
 
 
 class Kill(NamedTuple):
-    """Where a life is killed.
+    """Where a life is killed."""
 
-    Attributes:
-        steps: After so many of its steps.
-        calls: The most calls on files from there; None: lines of the package count instead.
-        number: Of the call, modulo `calls`, or of the line.
-    """
-
-    steps: int
-    calls: int | None
-    number: int
+    steps: int  # of the life before
+    calls: int | None  # the most calls on files from there; None: the package's lines count
+    number: int  # of the call, modulo `calls`, or of the line
 
     def arm(self, stack: ExitStack) -> None:
         if self.calls is None:

@@ -30,20 +30,15 @@ HALF, QUARTER, EIGHTH, EPSILON = (np.float32(value) for value in (0.5, 0.25, 0.1
 class Rule:
     """An optimizer and its step in NumPy.
 
-    Attributes:
-        make: Makes the optimizer.
-        state: The names of per-row state, and whether a row's state has the row's width.
-        step: Computes the fields of rows from those before, the gradient of the rows, and a
-            function for square roots.
-        is_graphed: Whether a CUDA graph can repeat the step.
-        is_sparse: Whether the optimizer takes sparse gradients.
+    The step computes the fields of rows from those before, the gradient of the rows, and a function
+    for square roots.
     """
 
     make: Callable[[Iterable[Any]], optim.Optimizer]
-    state: Mapping[str, bool]
+    state: Mapping[str, bool]  # the names of per-row state, and whether it has the row's width
     step: Callable[[Fields, Array, Callable[[Array], Array]], Fields]
-    is_graphed: bool = True
-    is_sparse: bool = False
+    is_graphed: bool = True  # a CUDA graph can repeat the step
+    is_sparse: bool = False  # takes sparse gradients
 
 
 def _sgd(fields: Fields, gradient: Array, _: object) -> Fields:
@@ -125,23 +120,14 @@ def _bits(rows: Array) -> npt.NDArray[np.uint32]:
 
 @dataclass
 class Mirror:
-    """The rows of a table, and the lookups and gradients of its current step.
+    """The rows of a table, and the lookups and gradients of its current step."""
 
-    Attributes:
-        fields: The weight `[N, D]` and the state of all rows.
-        rule: The optimizer's.
-        stored: The 16-bit dtype of fields by name.
-        padding: A row that is not trained.
-        divisor: Of the gradients, which ranks average.
-        device: Where the optimizer's square roots are computed.
-    """
-
-    fields: Fields
+    fields: Fields  # the weight [N, D] and the state of all rows
     rule: Rule
-    stored: Mapping[str, str]
-    padding: int | None = None
-    divisor: int = 1
-    device: str = "cpu"
+    stored: Mapping[str, str]  # the 16-bit dtype of fields by name
+    padding: int | None = None  # a row that is not trained
+    divisor: int = 1  # of the gradients, which ranks average
+    device: str = "cpu"  # of the optimizer's square roots
     named: list[npt.NDArray[np.int64]] = field(default_factory=list)
     gradient: Array | None = None
 

@@ -23,17 +23,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """A lookup of one table on one rank.
-
-    Attributes:
-        ids: Rows of the table.
-        lengths: Ids of each sample.
-        coefficients: Of the loss, `[samples, D]`.
-    """
+    """A lookup of one table on one rank."""
 
     ids: Ids
-    lengths: Ids
-    coefficients: Array
+    lengths: Ids  # of each sample
+    coefficients: Array  # of the loss, [samples, D]
 
 
 CACHES = [200, 400, 1024, 8192]
@@ -57,14 +51,8 @@ def small_numbers(draw: np.random.Generator, *shape: int) -> Array:
 class Owner:
     """A module with one parameter of rows, whose options are drawn.
 
-    Args:
-        draw: Draws the options.
-        rule: The optimizer's.
-        device: Of the lookups.
-        folder: For files of tables.
-        ranks: How many ranks share the rows; 0: they are not shared.
-        divisor: Of the gradients.
-        alike: The width of plain tables without padding; 0: width and options are drawn.
+    With `ranks` 0 the rows are not shared; `alike` is the width of plain tables without padding, or
+    0 if width and options are drawn.
     """
 
     kind = ""
