@@ -67,12 +67,10 @@ class SmallTraining:
         for batch in batches:
             self.step(batch)
 
-    def graphed(self) -> Any:
+    def graphed(self, **given: Any) -> Any:
         """The step as one CUDA graph, where it runs on a GPU."""
-        example = self.batch(0)
-        return speedtorch.graphed(
-            self.step, example, modules=self.module, optimizers=self.optimizer
-        )
+        given = {"modules": self.module, "optimizers": self.optimizer, **given}
+        return speedtorch.graphed(self.step, self.batch(0), **given)
 
     def fields(self) -> dict[str, Tensor]:
         """A copy of all rows and of their state."""

@@ -170,21 +170,6 @@ def test_what_torch_refuses_to_load_has_changed_nothing() -> None:
     assert_same_content(adam.state_dict(), expected)
 
 
-@pytest.mark.parametrize("make", [optim.Adam, optim.AdamW, optim.Adagrad])
-def test_state_of_a_fused_optimizer_is_torchs_to_load(make: Any) -> None:
-    (theirs, their_opt), (ours, our_opt) = made = pair(lambda p, lr: make(p, lr, fused=True))
-    train(made)
-    loaded = Model(nn.Embedding)
-    optimizer = make(loaded.parameters(), lr=0.1, fused=True)
-    loaded.load_state_dict(ours.state_dict())
-    optimizer.load_state_dict(our_opt.state_dict())
-    before = ours.state_dict()["words.weight"].clone()
-    step(theirs, their_opt)
-    step(loaded, optimizer)
-    assert_same_rows(loaded, theirs)
-    assert_same_bytes(ours.state_dict()["words.weight"], before)
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [

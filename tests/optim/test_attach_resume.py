@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import CASES
+from optimizer_cases import CASES, settings_of
 from rank_processes import in_processes
 from reference import assert_same_bytes, assert_same_content, copied
 from torch import Tensor, nn, optim
@@ -156,11 +156,19 @@ def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "name", ["SGD-momentum", "Adam", "RMSprop-centered-momentum", "RowWiseAdagrad"]
+    ("name", "variant"),
+    [
+        *(("SGD-momentum", "foreach"), ("RMSprop-centered-momentum", "foreach")),
+        *(("Adam", "foreach"), ("Adam", "fused"), ("AdamW", "fused"), ("Adagrad", "fused")),
+        ("RowWiseAdagrad", "foreach"),
+    ],
 )
-def test_plain_torch_and_ours_go_on_from_what_was_saved(name: str, dtype: torch.dtype) -> None:
+def test_plain_torch_and_ours_go_on_from_what_was_saved(
+    name: str, variant: str, dtype: torch.dtype
+) -> None:
     def begin_one(module: nn.Module) -> tuple[nn.Module, optim.Optimizer]:
-        optimizer = CASES[name].make(module.parameters(), lr=0.05, **CASES[name].settings)
+        settings = settings_of(CASES[name], variant)
+        optimizer = CASES[name].make(module.parameters(), **settings)
         if isinstance(module, speedtorch.Embedding):
             speedtorch.attach(optimizer, module)
         return module, optimizer

@@ -77,32 +77,3 @@ def test_fbgemms_exact_row_wise_adagrad_has_the_same_numbers() -> None:
     torch.testing.assert_close(ours.state_dict()["weight"], theirs.split_embedding_weights()[0])
     (own,), ((found,),) = optimizer.state_dict()["state"].values(), theirs.split_optimizer_states()
     torch.testing.assert_close(own["sum"].flatten(), found)
-
-
-def test_torchrecs_wrapper_of_it_is_attached_and_resumes() -> None:
-    keyed = pytest.importorskip("torchrec.optim.keyed")
-
-    def made(seed: int) -> tuple[Any, Any]:
-        model = speedtorch.Embedding.from_pretrained(drawn((ROWS, WIDTH), seed), freeze=False)
-        named = dict(model.named_parameters())
-        optimizer = keyed.KeyedOptimizerWrapper(named, lambda p: RowWiseAdagrad(p, lr=0.1))
-        speedtorch.attach(optimizer, model)
-        return model, optimizer
-
-    def step(model: Any, optimizer: Any, number: int) -> None:
-        optimizer.zero_grad()
-        ids = torch.randint(ROWS, (20,), generator=torch.Generator().manual_seed(number))
-        model(ids).square().sum().backward()
-        optimizer.step()
-
-    (ours, optimizer), (again, resumed) = made(1), made(2)
-    for number in range(3):
-        step(ours, optimizer, number)
-    step(again, resumed, 9)  # torchrec writes into a state that is there
-    again.load_state_dict(copy.deepcopy(ours.state_dict()))
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for model, each in ((ours, optimizer), (again, resumed)):
-        step(model, each, 4)
-    assert_same_bytes(again.state_dict()["weight"], ours.state_dict()["weight"])
-    states = [each.state_dict()["state"]["weight"]["sum"] for each in (optimizer, resumed)]
-    assert_same_bytes(states[1], states[0])

@@ -18,6 +18,7 @@ from torch import nn, optim
 from torch_checkpoints import through_a_file
 
 import speedtorch
+from speedtorch.optim import RowWiseAdagrad
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
@@ -58,7 +59,7 @@ def pair(wrap: Callable[..., Any], make: Any) -> list[tuple[Model, Any]]:
     return made
 
 
-@pytest.mark.parametrize("make", [optim.Adam, optim.Adagrad, optim.SGD])
+@pytest.mark.parametrize("make", [optim.Adam, optim.Adagrad, optim.SGD, RowWiseAdagrad])
 @pytest.mark.parametrize("wrap", [wrapped, combined, warmed_up, clipped])
 def test_a_wrapper_trains_and_resumes_as_in_plain_torch(wrap: Any, make: Any) -> None:
     made = pair(wrap, make)
