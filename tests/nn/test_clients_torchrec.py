@@ -5,6 +5,7 @@ Needs torchrec: make clients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,20 +74,43 @@ def pair(pooled: bool, **settings: Any) -> tuple[Any, Any]:
 
 
 KINDS = pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+DataType = torchrec.modules.embedding_configs.DataType
+SETTINGS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "rows": (False, {}),
+    "sums": (True, {}),
+    "means": (True, {"pooling": torchrec.PoolingType.MEAN}),
+    "rows of 16 bits": (False, {"data_type": DataType.FP16}),
+    "sums of 16 bits": (True, {"data_type": DataType.FP16}),
+}
+FEATURES: dict[str, Callable[[], Any]] = {
+    "int64": keyed,
+    "int32": lambda: keyed(dtype=torch.int32),
+    "permuted": lambda: keyed().permute([2, 0, 1]),
+    "no samples": lambda: torchrec.KeyedJaggedTensor(
+        list(BAGS), torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32)
+    ),
+}
 
 
-@DTYPES
-@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
-def test_bags_are_torchrecs_bit_for_bit(pooling: str, dtype: torch.dtype) -> None:
-    theirs, ours = pair(True, pooling=getattr(torchrec.PoolingType, pooling))
-    features = keyed(dtype=dtype)
-    expected, found = theirs(features), ours(features)
-    assert found.keys() == expected.keys() == ["user", "seen", "word@item", "word@word"]
-    assert_same_bytes(found.values().detach(), expected.values().detach())
-    for key in expected.keys():  # noqa: SIM118
-        assert_same_bytes(found[key].detach(), expected[key].detach())
-    assert list(found.to_dict()) == list(expected.to_dict())
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize(("pooled", "settings"), SETTINGS.values(), ids=SETTINGS)
+def test_results_are_torchrecs_bit_for_bit(
+    pooled: bool, settings: dict[str, Any], features: Callable[[], Any]
+) -> None:
+    theirs, ours = pair(pooled, **settings)
+    expected, found = theirs(features()), ours(features())
+    assert [*found.keys()] == [*expected.keys()] == ["user", "seen", "word@item", "word@word"]
+    if pooled:
+        assert_same_bytes(found.values().detach(), expected.values().detach())
+        expected, found = expected.to_dict(), found.to_dict()
+        assert [*found] == [*expected]
+    for key, own in expected.items():
+        if pooled:
+            assert_same_bytes(found[key].detach(), own.detach())
+            continue
+        assert_same_bytes(found[key].values().detach(), own.values().detach())
+        assert found[key].lengths().tolist() == own.lengths().tolist()
+        assert found[key].offsets().tolist() == own.offsets().tolist()
 
 
 def test_weighted_bags_are_torchrecs() -> None:
@@ -94,18 +118,6 @@ def test_weighted_bags_are_torchrecs() -> None:
     features = keyed(weights=True)
     torch.testing.assert_close(ours(features).values(), theirs(features).values())
     assert ours.is_weighted() is theirs.is_weighted() is True
-
-
-@DTYPES
-def test_rows_are_torchrecs_bit_for_bit(dtype: torch.dtype) -> None:
-    theirs, ours = pair(False)
-    features = keyed(dtype=dtype)
-    expected, found = theirs(features), ours(features)
-    assert [*found] == [*expected]
-    for key, rows in expected.items():
-        assert_same_bytes(found[key].values().detach(), rows.values().detach())
-        assert found[key].lengths().tolist() == rows.lengths().tolist()
-        assert found[key].offsets().tolist() == rows.offsets().tolist()
 
 
 @KINDS
@@ -134,26 +146,6 @@ def test_a_step_of_sgd_returns_torchrecs_rows(pooled: bool) -> None:
         torch.testing.assert_close(ours.state_dict()[key], value)
 
 
-def test_features_that_torchrec_has_permuted_or_not_requested() -> None:
-    theirs, ours = pair(True)
-    features = keyed().permute([2, 0, 1])
-    assert_same_bytes(ours(features).values().detach(), theirs(features).values().detach())
-
-
-@KINDS
-def test_no_samples_are_torchrecs(pooled: bool) -> None:
-    theirs, ours = pair(pooled)
-    features = torchrec.KeyedJaggedTensor(
-        list(BAGS), torch.empty(0, dtype=torch.int64), lengths=torch.empty(0, dtype=torch.int32)
-    )
-    expected, found = theirs(features), ours(features)
-    if pooled:
-        assert found.values().shape == expected.values().shape
-    else:
-        for key, rows in expected.items():
-            assert found[key].values().shape == rows.values().shape
-
-
 def test_strides_that_vary_are_refused_by_name() -> None:
     features = torchrec.KeyedJaggedTensor(
         ["user", "seen", "word"],
@@ -172,13 +164,13 @@ def test_strides_that_vary_are_refused_by_name() -> None:
     [("FP32", torch.float32), ("FP16", torch.float16), ("BF16", torch.bfloat16)],
 )
 def test_torchrecs_data_types_are_ours(data_type: str, dtype: torch.dtype) -> None:
-    kind = getattr(torchrec.modules.embedding_configs.DataType, data_type)
+    kind = getattr(DataType, data_type)
     ours = speedtorch.EmbeddingBagCollection(configs(True, data_type=kind))
     assert ours.table_weight("user").dtype == dtype
 
 
 def test_a_data_type_that_is_no_float_is_refused() -> None:
-    kind = torchrec.modules.embedding_configs.DataType.INT8
+    kind = DataType.INT8
     with pytest.raises(ValueError, match="user: data_type must be one of"):
         speedtorch.EmbeddingBagCollection(configs(True, data_type=kind))
 
@@ -231,17 +223,6 @@ def test_a_keyed_result_has_the_methods_of_torchrecs() -> None:
         assert getattr(found, method)() == getattr(expected, method)()
     moved = found.to(torch.device("cpu"))
     assert_same_bytes(moved.values().detach(), expected.values().detach())
-
-
-@pytest.mark.parametrize("data_type", ["FP32", "FP16"])
-@KINDS
-def test_results_have_torchrecs_dtype(pooled: bool, data_type: str) -> None:
-    kind = getattr(torchrec.modules.embedding_configs.DataType, data_type)
-    theirs, ours = pair(pooled, data_type=kind)
-    expected, found = theirs(keyed())["seen"], ours(keyed())["seen"]
-    if not pooled:
-        expected, found = expected.values(), found.values()
-    assert_same_bytes(found.detach(), expected.detach())
 
 
 GROUPS = {

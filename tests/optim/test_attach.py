@@ -68,27 +68,6 @@ def saved(*holders: Any) -> list[Any]:
     return list(through_a_file([holder.state_dict() for holder in holders]))
 
 
-@pytest.mark.parametrize("to", ["ours", "ours-attached-later", "torch"])
-@pytest.mark.parametrize("from_torch", [False, True], ids=["from-ours", "from-torch"])
-def test_training_goes_on_from_saved_state(from_torch: bool, to: str) -> None:
-    (theirs, their_adam), (ours, our_adam) = made = pair()
-    train(made)
-    model_state, adam_state = saved(*((theirs, their_adam) if from_torch else (ours, our_adam)))
-    step(theirs, their_adam)
-    model = Model(nn.Embedding if to == "torch" else speedtorch.Embedding)
-    adam = optim.Adam(model.parameters(), lr=0.5)
-    if to == "ours":
-        speedtorch.attach(adam, model)
-    model.load_state_dict(model_state)
-    adam.load_state_dict(adam_state)
-    if to == "ours-attached-later":
-        speedtorch.attach(adam, model)
-    assert adam.param_groups[0]["lr"] == 0.1
-    step(model, adam)
-    assert_same_content(adam.state_dict(), their_adam.state_dict())
-    assert_same_content(model.state_dict(), theirs.state_dict())
-
-
 def test_loading_one_of_both_keeps_the_other_of_the_held_rows() -> None:
     (_, _), (ours, adam) = pair()
     model_state, adam_state = copy.deepcopy([ours.state_dict(), adam.state_dict()])

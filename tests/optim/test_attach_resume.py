@@ -6,6 +6,7 @@ then fills the optimizer's state by a step with gradients of zeros.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -154,6 +155,7 @@ def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert_same_content(torch.load(tmp_path / f"{number}.pt"), states), RESUMED[number]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("name", "variant"),
@@ -163,15 +165,12 @@ def test_a_fresh_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
         ("RowWiseAdagrad", "foreach"),
     ],
 )
-def test_plain_torch_and_ours_go_on_from_what_was_saved(
+def test_plain_torch_and_ours_go_on_from_what_either_has_saved(
     name: str, variant: str, dtype: torch.dtype
 ) -> None:
     def begin_one(module: nn.Module) -> tuple[nn.Module, optim.Optimizer]:
         settings = settings_of(CASES[name], variant)
-        optimizer = CASES[name].make(module.parameters(), **settings)
-        if isinstance(module, speedtorch.Embedding):
-            speedtorch.attach(optimizer, module)
-        return module, optimizer
+        return module, CASES[name].make(module.parameters(), **settings)
 
     def go_on(module: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
         for number in steps:
@@ -183,16 +182,24 @@ def test_plain_torch_and_ours_go_on_from_what_was_saved(
 
     theirs = begin_one(nn.Embedding(ROWS, 8, dtype=dtype))
     ours = begin_one(speedtorch.Embedding.from_module(theirs[0]))
-    go_on(*theirs, range(6))
-    go_on(*ours, range(3))
-    states = through_a_file([each.state_dict() for each in ours])
-    for kind in (nn.Embedding, speedtorch.Embedding):
+    speedtorch.attach(ours[1], ours[0])
+    saved = []
+    for each in (theirs, ours):
+        go_on(*each, range(3))
+        saved.append(through_a_file([part.state_dict() for part in each]))
+    go_on(*theirs, range(3, 6))
+    for states, to in itertools.product(saved, ("torch", "ours", "ours, attached later")):
+        kind = nn.Embedding if to == "torch" else speedtorch.Embedding
         resumed = begin_one(kind(ROWS, 8, dtype=dtype))
-        for each, state in zip(resumed, copied(states), strict=True):
-            each.load_state_dict(state)
+        if to == "ours":
+            speedtorch.attach(resumed[1], resumed[0])
+        for part, state in zip(resumed, copied(states), strict=True):
+            part.load_state_dict(state)
+        if to == "ours, attached later":
+            speedtorch.attach(resumed[1], resumed[0])
         go_on(*resumed, range(3, 6))
-        for each, expected in zip(resumed, theirs, strict=True):
-            assert_same_content(each.state_dict(), expected.state_dict())
+        for part, expected in zip(resumed, theirs, strict=True):
+            assert_same_content(part.state_dict(), expected.state_dict())
 
 
 @pytest.mark.usefixtures("restless")
