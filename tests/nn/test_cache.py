@@ -358,10 +358,6 @@ def test_too_little_memory_to_refill_a_cache_keeps_the_rows_in_the_table(
     assert_same_content(given.fields(), plain.fields())
 
 
-# ------------------------------------------------------------------------------------------------
-# Which rows change places
-
-
 def test_free_slots_are_for_the_most_used_rows() -> None:
     assert planned_refresh([90, 3, 1, 1], [0, 0, 0, 0], 9) == Refresh(5, 0, 0, 0)
     assert planned_refresh([90, 8, 1, 1], [0, 0, 0, 0], 3) == Refresh(3, 1, 0, 0)

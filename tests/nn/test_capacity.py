@@ -588,44 +588,25 @@ def test_rows_in_other_memory_after_a_failed_step_are_moved_once(every: int) -> 
 # Nobody waits
 
 
-def train_on(training: Training, given: list[Tensor], *, ahead: bool) -> None:
-    loader: Any = given
-    if ahead:
-        loader = speedtorch.prefetch(given, training.emb, ids=lambda part: part)
-    for part in loader:
-        training.learn(part)
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
-def test_the_host_waits_for_nothing(ahead: bool) -> None:
-    training = Training("cuda", 6)
-    batches = [part.cuda() for part in random_ids(ROWS, 54, 0.5, most=6)]
-
-    train_on(training, batches[:4], ahead=ahead)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        train_on(training, batches[4:], ahead=ahead)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 WAITS = ("Synchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMemcpy2D")
 
 
 @NEEDS_GPU
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
 def test_a_profile_of_50_steps_shows_no_wait_and_no_new_memory(ahead: bool) -> None:
-    training = Training("cuda", 6)
+    training = loops.Training(loops.Way(ahead=ahead, capacity=6), device="cuda")
     batches = [part.cuda() for part in random_ids(ROWS, 64, 0.5, most=6)]
 
-    train_on(training, batches[:14], ahead=ahead)
+    def train_on(given: list[Tensor]) -> None:
+        for part in training.loop(given):
+            training.learn(part)
+
+    train_on(batches[:14])
     torch.cuda.synchronize()
     gc.collect()  # or tables of other tests may go meanwhile, for which a GPU is waited
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiled, record_function("fifty steps"):
-        train_on(training, batches[14:], ahead=ahead)
+        train_on(batches[14:])
     calls = [event for event in profiled.events() if event.device_type == DeviceType.CPU]
     (whole,) = (call.time_range for call in calls if call.name == "fifty steps")
     within = {call.name for call in calls if whole.start <= call.time_range.start < whole.end}

@@ -212,10 +212,6 @@ def test_prefetch_takes_torchrecs_features() -> None:
     assert_same_bytes(seen[3], seen[0])
 
 
-# ------------------------------------------------------------------------------------------------
-# Results have the methods of torchrec's
-
-
 def test_a_keyed_result_has_the_methods_of_torchrecs() -> None:
     theirs, ours = pair(True)
     expected, found = theirs(keyed()), ours(keyed())
@@ -318,10 +314,6 @@ def test_inverse_indices_are_refused_rather_than_ignored() -> None:
     assert pair(True)[0](features).values().shape[0] == 2
     with pytest.raises(NotImplementedError, match="inverse_indices are not supported"):
         pair(True)[1](features)
-
-
-# ------------------------------------------------------------------------------------------------
-# torchrec's models and modules with our collection inside
 
 
 def one_width() -> list[Any]:

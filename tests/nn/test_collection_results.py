@@ -42,10 +42,6 @@ def rows(need_indices: bool = False, device: str = "cpu", columns: int = 0) -> E
     return EmbeddingCollection(configs, device, need_indices)
 
 
-# ------------------------------------------------------------------------------------------------
-# Bags
-
-
 @GROUPS
 def test_features_lie_where_offset_per_key_says(names: tuple[str, ...], device: str) -> None:
     ours = bags(names, device)
@@ -103,10 +99,6 @@ def test_bags_of_16_bits_are_float32_and_train_16_bits(dtype: torch.dtype, weigh
     found.sum().backward()
     torch.optim.SGD(ours.parameters(), lr=1.0).step()
     assert_same_bytes(ours.table_weight("a")[1], rows[1] - factor)
-
-
-# ------------------------------------------------------------------------------------------------
-# Rows
 
 
 def test_rows_are_ordered_by_sample() -> None:
@@ -226,10 +218,6 @@ def test_a_collection_names_its_results_by_table() -> None:
 def test_columns_that_differ_have_no_embedding_dim() -> None:
     with pytest.raises(ValueError, match=r"the tables have several dimensions, \[2, 4\]"):
         rows().embedding_dim()
-
-
-# ------------------------------------------------------------------------------------------------
-# What is not looked up
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["rows", "bags"])

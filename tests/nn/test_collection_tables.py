@@ -61,10 +61,6 @@ def loss(collection: Any) -> Tensor:
     return sum(part.square().sum() for part in parts)  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------
-# Names of parameters
-
-
 @COLLECTIONS
 def test_a_parameters_name_has_the_names_of_its_tables(pooled: bool) -> None:
     model = nn.ModuleDict({"tables": made(pooled)})
@@ -94,10 +90,6 @@ def test_a_table_called_as_two_joined_ones_is_refused() -> None:
     joined = [*tables, EmbeddingBagConfig(9, 2, "a+b")]  # of one group, which is another name
     ours = EmbeddingBagCollection(joined)
     assert [n for n, _ in ours.named_parameters()] == ["embedding_bags.a+b+a+b.weight"]
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables by name
 
 
 @COLLECTIONS
@@ -258,10 +250,6 @@ def test_rows_of_a_share_are_not_taken_for_all(pooled: bool) -> None:
     for read in reads:
         with pytest.raises(RuntimeError, match=r"this rank has only a shard .* state_dict\(\)"):
             read()
-
-
-# ------------------------------------------------------------------------------------------------
-# Checkpoints
 
 
 def weights_of(collection: Any) -> dict[str, Tensor]:

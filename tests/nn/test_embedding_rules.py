@@ -77,10 +77,6 @@ def trained(device: str) -> tuple[speedtorch.Embedding, Tensor]:
     return embedding, expected
 
 
-# ------------------------------------------------------------------------------------------------
-# A table's own methods see the last step
-
-
 def reopened(table: speedtorch.HostTable, path: Path, **how: Any) -> Tensor:
     table.save(path, **how)
     return speedtorch.HostTable.open(path, "plain")["weight"]
@@ -213,10 +209,6 @@ def test_a_closed_table_answers_no_lookup(
         use(embedding, SECOND.to(device))
 
 
-# ------------------------------------------------------------------------------------------------
-# Gradients that were looked up stay in the step
-
-
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "multiply by one": lambda weight: weight.mul_(1.0),
     "add zero": lambda weight: weight.add_(0.0),
@@ -320,10 +312,6 @@ def test_gradients_of_nothing_but_padding_can_be_clipped(device: str, norm_type:
     optim.SGD([*embedding.parameters(), other], lr=1.0).step()
     embedding.flush()
     assert_same_bytes(embedding.table["weight"].cpu()[1:], first_rows()[1:])
-
-
-# ------------------------------------------------------------------------------------------------
-# SparseAdam
 
 
 @pytest.mark.parametrize("sparse", [False, True])

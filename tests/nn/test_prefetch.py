@@ -62,9 +62,9 @@ def test_it_reads_two_batches_ahead_and_plans_every_batch_once() -> None:
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "prefetch"])
-def test_the_host_waits_for_nothing_but_counts(ahead: bool) -> None:
-    training = Training(WAYS["prefetch" if ahead else "plain"], device="cuda")
+@pytest.mark.parametrize("way", ["plain", "prefetch", "capacity", "capacity-prefetch"])
+def test_the_host_waits_for_nothing_but_counts(way: str) -> None:
+    training = Training(WAYS[way], device="cuda")
     given = training.batches()
     for ids in training.loop(given[:4]):
         training.learn(ids)

@@ -90,10 +90,6 @@ def test_ids_in_no_bag_are_an_error_where_torch_would_crash() -> None:
         bag(IDS, torch.tensor([0, 1]))
 
 
-# ------------------------------------------------------------------------------------------------
-# Arguments of modules
-
-
 def embedding(rows: int = 5, **settings: Any) -> Any:
     return speedtorch.Embedding(rows, 3, **settings)
 
@@ -168,10 +164,6 @@ def test_wrong_arguments_are_reported_by_name(
         call()
 
 
-# ------------------------------------------------------------------------------------------------
-# Places and values
-
-
 @pytest.mark.parametrize("make", MODULES)
 @pytest.mark.parametrize("device", ["meta", torch.device("meta"), "mps"])
 def test_a_device_that_cannot_hold_rows_is_refused_by_the_constructor(
@@ -224,10 +216,6 @@ def test_rows_without_dense_values_are_refused_by_name(
     with pytest.raises(RuntimeError, match=f"weight: .*{message}"):
         module.load_state_dict({"weight": values()})
     assert_same_bytes(module.table["weight"], before)
-
-
-# ------------------------------------------------------------------------------------------------
-# Another dtype
 
 
 class Model(nn.Module):
@@ -302,10 +290,6 @@ def test_ids_that_are_not_dense_are_refused_with_their_layout(make: Any) -> None
             RuntimeError, match=r"got a nested tensor. Pass its values\(\), and for"
         ):
             module(ids)
-
-
-# ------------------------------------------------------------------------------------------------
-# Graphs, transforms and averages
 
 
 WAYS: dict[str, Callable[[nn.Module], object]] = {

@@ -17,9 +17,6 @@ from torch import Tensor, nn, optim
 
 import speedtorch
 
-# ------------------------------------------------------------------------------------------------
-# Wrappers, as those of other libraries are made
-
 
 class AcceleratedOptimizer(optim.Optimizer):
     """As accelerate's: of torch's kind, without its constructor, and everything is passed on."""
@@ -206,10 +203,6 @@ def test_other_wrappers_are_refused_by_name_and_nothing_changes() -> None:
     step(ours, adam)
 
 
-# ------------------------------------------------------------------------------------------------
-# state_dict and load_state_dict of their own
-
-
 def test_an_optimizer_that_loads_in_its_own_way_goes_on_with_the_rows_state() -> None:
     (theirs, their_opt), (ours, our_opt) = made = pair(Boxed)
     train(made)
@@ -319,10 +312,6 @@ def test_an_optimizer_whose_settings_refer_to_it_goes_and_is_detached() -> None:
     assert set(model.words.table.fields) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
-# ------------------------------------------------------------------------------------------------
-# What attach cannot use
-
-
 class Closed(optim.Adam):
     """Its state_dict has none of the entries that hooks complete."""
 
@@ -383,10 +372,6 @@ def test_what_attach_cannot_use_is_refused_by_name_and_nothing_changes(
     assert list(model.words.table.fields) == ["weight"]
     assert_same_bytes(model.words.table["weight"], before)
     assert not optimizer._optimizer_state_dict_post_hooks
-
-
-# ------------------------------------------------------------------------------------------------
-# A flag beside the state
 
 
 class RowWise(Own):

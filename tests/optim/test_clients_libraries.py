@@ -81,6 +81,12 @@ def test_an_optimizer_that_fabric_wraps_is_attached() -> None:
     speedtorch.detach(wrapped)
 
 
+def lightning_trainer(folder: Path, **settings: Any) -> Any:
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings |= {"accelerator": "cpu", "default_root_dir": folder, **dict.fromkeys(quiet, False)}
+    return pytest.importorskip("lightning").Trainer(**settings)
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_an_optimizer_that_lightning_wraps_is_attached(tmp_path: Path, manual: bool) -> None:
     lightning = pytest.importorskip("lightning")
@@ -108,15 +114,7 @@ def test_an_optimizer_that_lightning_wraps_is_attached(tmp_path: Path, manual: b
         def configure_optimizers(self) -> optim.Optimizer:
             return adam
 
-    trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = lightning_trainer(tmp_path, max_epochs=2)
     trainer.fit(Task(), torch.utils.data.DataLoader(EVERY[None, None]))
     for _ in range(2):
         step(theirs, their_adam)
@@ -160,16 +158,7 @@ def with_lightning(model: nn.Module, make: Any, folder: Path, steps: range, resu
             batches = torch.stack([batch(self.trainer.current_epoch)])
             return torch.utils.data.DataLoader(batches)
 
-    trainer = lightning.Trainer(
-        max_epochs=steps.stop,
-        reload_dataloaders_every_n_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = lightning_trainer(folder, max_epochs=steps.stop, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Task(), ckpt_path=str(folder / "all.ckpt") if resumes else None)
     if not resumes:
         trainer.save_checkpoint(folder / "all.ckpt")

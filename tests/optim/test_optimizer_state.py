@@ -55,10 +55,6 @@ def test_only_the_parameters_own_group_counts() -> None:
     assert "max_exp_avg_sq" in probe_optimizer(optimizer, second).row_state
 
 
-# ------------------------------------------------------------------------------------------------
-# Optimizers that torch does not have
-
-
 class Signs(Own):
     """Moves by the sign of a running mean; its state comes through setdefault and starts at 1."""
 
