@@ -45,67 +45,6 @@ class Training:
         assert_same_bytes(self.rows(), self.expected)
 
 
-def no_memory(rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]) -> None:
-    memory = rows.exchange.memory._memory
-    patch.setattr(
-        rows.exchange.memory,
-        "_memory",
-        lambda count: _raise(torch.OutOfMemoryError()) if fails() else memory(count),
-    )
-
-
-def bad_ids_of_an_earlier_op(
-    rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
-) -> None:
-    exchange = rows._store.exchange
-    patch.setattr(
-        rows._store,
-        "exchange",
-        lambda *given: _raise(IndexError()) if fails() else exchange(*given),
-    )
-
-
-def control_c_while_the_host_waits(
-    rows: Any, patch: pytest.MonkeyPatch, fails: Callable[[], bool]
-) -> None:
-    following = rows.exchange.steps.expected.following()
-    count = following.count
-    patch.setattr(following, "count", lambda: _raise(KeyboardInterrupt()) if fails() else count())
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-@pytest.mark.parametrize(
-    "fault", [no_memory, bad_ids_of_an_earlier_op, control_c_while_the_host_waits]
-)
-def test_evicted_rows_are_not_lost(
-    device: str, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(device)
-    held = training.embedding.trained_rows.exchange.held
-    failed = []
-    for number, ids in enumerate(training.ahead(BATCHES)):
-        if number == 2:
-            before = held.now.number
-
-            def fails(before: int = before) -> bool:
-                # Once, when the rows of the last step are held no more.
-                if failed or held.now.number == before:
-                    return False
-                failed.append(True)
-                return True
-
-            fault(training.embedding.trained_rows, monkeypatch, fails)
-            with pytest.raises((torch.OutOfMemoryError, IndexError, KeyboardInterrupt)):
-                training.embedding(ids)
-            continue
-        training.step(ids)
-    assert failed
-    training.check()
-
-
 def test_bad_ids_of_the_next_batch_are_no_error_of_this_one(device: str) -> None:
     training = Training(device)
     given = [*BATCHES[:3], torch.tensor([6, ROWS]), *BATCHES[3:]]
