@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "rows that are owed are written from the first places",
         "step/counted_memory.py",
-        "Block(old, *batch.outgoing)",
-        "Block(old, batch.outgoing[0])",
+        "Block(old, *batch.outgoing, are_ready=True)",
+        "Block(old, batch.outgoing[0], are_ready=True)",
     ),
     Mutant(
         "a planned batch is taken for lookups of other ids",
