@@ -172,6 +172,12 @@ def own_gradient(module: RowModule) -> Tensor | None:
         return rows.own_gradient()
 
 
+def ids_of_rank(rank: int, rows: int = ROWS) -> list[int]:
+    """The ids of the rows that a rank owns."""
+    sharding = BlockCyclic.of(rows, dist.get_world_size(), rows_of_a_block((WIDTH,)))
+    return [row for in_table, _ in sharding.blocks(rank) for row in in_table]
+
+
 def share_of(values: Tensor, row: Sequence[int] = (WIDTH,)) -> Tensor:
     """This rank's rows of a table whose weight has rows of this shape."""
     sharding = BlockCyclic.of(len(values), dist.get_world_size(), rows_of_a_block(row))

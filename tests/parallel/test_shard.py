@@ -209,19 +209,6 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 
 
 @on_ranks
-def test_each_rank_loads_its_rows_of_a_state_dict() -> None:
-    """Of one of ranks, and of one process."""
-    module, whole = module_of(CASES["Adam"]), torch.randn(ROWS, WIDTH).requires_grad_()
-    shard(module)
-    kept, before = copy.deepcopy(module.state_dict()), module.table["weight"].clone()
-    module.table["weight"].add_(1)
-    for state, expected in ((kept, before), ({"weight": whole}, share_of(whole.detach()))):
-        module.load_state_dict(state)
-        assert not module.table["weight"].requires_grad
-        assert torch.equal(module.table["weight"], expected)
-
-
-@on_ranks
 @BACKENDS
 def test_data_parallel_trains_the_dense_part() -> None:
     case, outer = CASES["Adam"], nn.Sequential(Biased())

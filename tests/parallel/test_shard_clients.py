@@ -17,6 +17,7 @@ from sharded_training import (
     Biased,
     assert_own_rows,
     factors,
+    ids_of_rank,
     own_gradient,
     raises,
     share_of,
@@ -29,12 +30,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import speedtorch
-from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.clip import clip_grad_norm_
 from speedtorch.parallel.grad_scaler import GradScaler
 from speedtorch.parallel.row_parameters import row_parameters
 from speedtorch.parallel.shard import shard
-from speedtorch.table.row_blocks import rows_of_a_block
 
 pytestmark = ON_RANKS
 
@@ -46,12 +45,6 @@ def ids_of(step: int, rank: int) -> Tensor:
     """Some of several ranks, and none of some."""
     random = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(ROWS, ((step + 2 * rank) % 4, 2), generator=random)
-
-
-def ids_of_rank(rank: int) -> list[int]:
-    """Those of the rows that a rank owns."""
-    sharding = BlockCyclic.of(ROWS, dist.get_world_size(), rows_of_a_block((WIDTH,)))
-    return [row for rows, _ in sharding.blocks(rank) for row in rows]
 
 
 def losses_of(found: Tensor, step: int, ranks: Sequence[int]) -> Iterator[Tensor]:

@@ -31,6 +31,7 @@ from sharded_training import (
     Case,
     check_collections,
     check_training,
+    ids_of_rank,
     local_ids,
     module_of,
     raised_late,
@@ -126,8 +127,7 @@ class Training:
 
 def owned(rank: int, *places: int, of: int = ROWS) -> Tensor:
     """Ids of rows of a rank, of a table of so many."""
-    sharding = BlockCyclic.of(of, dist.get_world_size(), rows_of_a_block((WIDTH,)))
-    rows = [row for in_table, _ in sharding.blocks(rank) for row in in_table]
+    rows = ids_of_rank(rank, of)
     return local_ids(*(rows[place] for place in places))
 
 

@@ -161,8 +161,7 @@ def test_managed_memory_that_a_gpu_lacks_is_a_note() -> None:
 )
 def test_memory_that_cannot_be_had_is_wrong(driver: PretendedDriver, kind: str, call: str) -> None:
     driver.fail(call)
-    check = Check("it", partial(doctor.check_memory, kind, ["cpu"], MEMORY_BYTES), "advice")
-    finding = check.finding()
+    finding = finding_of(doctor.check_memory, kind, ["cpu"], MEMORY_BYTES)
     assert (finding.status, finding.advice) == ("wrong", "advice")
     assert re.match("RuntimeError: .*pretended reason 2", finding.found)
 
@@ -192,6 +191,11 @@ def test_rows_that_change_on_their_way_are_wrong(
 # Folders
 
 
+def finding_of(check: Callable[..., Finding], *given: object) -> Finding:
+    """What a check of the command finds, whose advice is "advice" after an error."""
+    return Check("it", partial(check, *given), "advice").finding()
+
+
 def raising(error: BaseException) -> Callable[[], Finding]:
     def run() -> Finding:
         raise error
@@ -216,10 +220,9 @@ def test_random_reads_of_a_folder_are_counted(
 ) -> None:
     found = doctor.check_folder(str(tmp_path), 3 * doctor._PAGE_BYTES).found
     assert re.fullmatch(r".*, 12.0 KiB; [1-9]\S* random reads of 4 KiB a second", found)
-    monkeypatch.setattr(
-        doctor, "resident_slots", lambda *_: (None, None, torch.tensor([errno.EIO, 0]))
-    )
-    finding = Check("it", partial(doctor.check_folder, str(tmp_path), 4096), "advice").finding()
+    failed = (None, None, torch.tensor([errno.EIO, 0]))
+    monkeypatch.setattr(doctor, "resident_slots", lambda *_: failed)
+    finding = finding_of(doctor.check_folder, str(tmp_path), 4096)
     assert finding.status == "wrong" and "Input/output error" in finding.found
 
 
@@ -256,13 +259,9 @@ def test_after_an_error_or_an_interrupt_there_is_no_file_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(system_calls.calls, "fsync", lambda _: raising(error)())
-    check = Check("it", partial(doctor.check_folder, str(tmp_path), 3000), "advice")
-    if isinstance(error, OSError):
-        finding = check.finding()
+    with nullcontext() if isinstance(error, OSError) else pytest.raises(KeyboardInterrupt):
+        finding = finding_of(doctor.check_folder, str(tmp_path), 3000)
         assert finding.status == "wrong" and "Input/output error" in finding.found
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            check.finding()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -387,10 +386,8 @@ def test_an_unknown_folder_is_an_error_in_use(
 @pytest.mark.slow
 def test_the_module_runs_the_doctor() -> None:
     done = run_warm("-m", "speedtorch", "doctor", "--json", status=None)
-    findings = json.loads(done.stdout)
-    states = [finding["status"] for finding in findings]
-    assert done.returncode == int("wrong" in states), done.stderr
-    assert done.stderr == ""
+    states = [finding["status"] for finding in json.loads(done.stdout)]
+    assert (done.returncode, done.stderr) == (int("wrong" in states), "")
 
 
 def test_a_reader_that_goes_away_ends_the_command_in_silence() -> None:

@@ -61,11 +61,15 @@ class RanksProgram(Program):
         return found[0]
 
     def reload(self) -> None:
-        """Loads this rank's own rows and state, which changes nothing."""
+        """Loads what this rank's own state_dict() had before another step."""
         self.say("reload")
         self.drop()
-        self.model.load_state_dict(self.model.state_dict())
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        snapshot, own = self.snapshot(), super().states()
+        self.train_one()
+        self.drop()
+        self.model.load_state_dict(own[0])
+        self.optimizer.load_state_dict(own[1])
+        self.restore(snapshot)
 
     def read_owner(self, owner: Owner, how: str, state: dict[str, Any]) -> Fields:
         """The fields of all rows on the first rank, and the mirror's on the others."""

@@ -661,7 +661,7 @@ class Program(Training):
         owner.has_no_ids = is_here and not has_ids
         given = owner.input(parts)
         owner.has_no_ids = False
-        if bad == 1 << 40 and _has_int32(given):
+        if has_ids and bad == 1 << 40 and _has_int32(given):
             return
         try:
             if self.draw.random() < 0.5:
