@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEEDS_GPU
+from interrupts import every_interrupt
 from keyed_ids import Deduplicated, KeyedIds, Strided
 from loops import sgd_step
 from reference import FLOATS, assert_same_bytes, assert_same_content, dtype_name
@@ -380,6 +381,30 @@ def test_announced_rows_are_loaded_by_the_first_lookup(device: str) -> None:
     ours(two)
     assert held_by(ours) == held and all(held)
     assert first.values().requires_grad
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("capacity", [None, 5])
+def test_rows_of_an_interrupted_announce_are_in_no_step(capacity: int | None, every: int) -> None:
+    """With weight decay a step moves rows without a gradient, if it takes them for its own."""
+    given, good = ({key: torch.tensor([n, n + 2]) for key in TABLE_OF} for n in (5, 11))
+
+    def begun() -> tuple[Any, optim.Optimizer]:
+        tables = made(capacity=capacity)
+        return tables, optim.SGD(tables.parameters(), lr=0.5, weight_decay=0.5)
+
+    def train(tables: Any, sgd: optim.Optimizer) -> dict[str, Tensor]:
+        sgd.zero_grad()
+        tables.announce(good)
+        tables(good).values().sum().backward()
+        sgd.step()
+        return weights_of(tables)
+
+    expected = train(*begun())
+    for training, lines in every_interrupt(
+        begun, lambda made: made[0].announce(given), every=every
+    ):
+        assert_same_content(train(*training), expected), lines.where
 
 
 def trained_beside_an_embedding(device: str, ahead: str = "") -> dict[str, Tensor]:
