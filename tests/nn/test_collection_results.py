@@ -49,6 +49,7 @@ def test_features_lie_where_offset_per_key_says(names: tuple[str, ...], device: 
     offsets, columns, values = found.offset_per_key(), found.length_per_key(), found.values()
     assert columns == [TABLES[name][1] for name in names]
     assert found.key_dim() == 1
+    assert "user" in found and "film" not in found and len(found) == len(names)
     assert offsets[-1] == values.shape[found.key_dim()]
     assert ours.device.type == found.device().type == device
     for key, first, width in zip(found.keys(), offsets, columns, strict=False):
