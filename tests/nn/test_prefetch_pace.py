@@ -143,7 +143,7 @@ def test_rows_of_two_devices_are_always_planned_ahead() -> None:
 
 @NEEDS_GPU
 def test_on_a_gpu_a_loop_keeps_its_pace_for_the_next_epoch() -> None:
-    paces.as_users_have_it()
+    paces.choose(None)
     training = Training(WAYS["prefetch"], device="cuda")
     for _ in range(3):
         for ids in training.loop(training.batches(100)):
