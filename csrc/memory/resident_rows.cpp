@@ -25,7 +25,7 @@ namespace {
 // The maximum number of consecutive records that one call writes; less than IOV_MAX.
 constexpr int64_t kRecordsPerCall = 256;
 // The number of records that a thread begins to read before it waits for one. A disk is fastest
-// with many requests, which need no more threads.
+// with many requests at once, and one thread can begin them all.
 constexpr size_t kReadsAtOnce = 512;
 // The maximum number of slots that read_ahead() looks at for a row that find() may evict.
 constexpr int64_t kLooksPerVictim = 16;

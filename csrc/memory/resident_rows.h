@@ -58,8 +58,8 @@ class ResidentRows {
   void release(int64_t lease);
   // Writes changed records of these rows to the file; those of all rows if `rows` is null.
   FileFailure write(const int64_t* rows, int64_t count);
-  // Removes all rows from their slots, except rows of a lease. Changes since the last write() are
-  // lost.
+  // Removes all rows from their slots, except rows of a lease. Changes of the removed rows since
+  // the last write() are lost.
   void forget();
 
   int64_t slot_count() const { return static_cast<int64_t>(slots_.size()); }

@@ -18,7 +18,7 @@ enum class NumberKind : int {
   kDouble
 };
 
-// A bool with any non-zero byte pattern; addition is "or".
+// A bool in a byte, which is true for any non-zero value; addition is "or".
 struct BoolByte {
   uint8_t value;
 };

@@ -1,5 +1,5 @@
-// Kernels that split the lists of a swap if a cache has some of the table's rows. Called by
-// optimizer_state_swap.cpp after launch_swap_match. All data is in GPU memory.
+// Kernels that split the lists of a swap into rows that cross the link and rows in a cache. Called
+// by optimizer_state_swap.cpp after launch_swap_match. All data is in GPU memory.
 
 #include <cuda_runtime.h>
 

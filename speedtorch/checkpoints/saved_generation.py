@@ -207,7 +207,7 @@ class SavedGeneration:
         ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             with self._damage(self.ids_of[key]):
-                raise ValueError(f"its ids of changed rows must be within the {count:,} rows")
+                raise ValueError(f"ids of changed rows must be within the {count:,} rows")
         return ids, self._mapped(key)
 
     def verify(self, links: Iterable[SavedGeneration], progress: bool | None) -> None:

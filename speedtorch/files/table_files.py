@@ -1,4 +1,4 @@
-"""Saves and loads the fields of a table of any size.
+"""Saves and loads the fields (weight and optimizer state) of a table of any size.
 
 Saving a table uses at most 32 MiB of buffers (see write_blocks()), and loading at most 4 MiB.
 """

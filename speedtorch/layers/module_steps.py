@@ -238,8 +238,8 @@ def replace_step(
     arguments is checked at its first step with these arguments, on `device`. `changes` returns
     changes of earlier partial steps, which this step completes.
 
-    Step hooks are called once, before and after the whole step. Our pre-hook runs last and our
-    post-hook first, so that other post-hooks see the updated settings.
+    Step hooks are called once, before and after the whole step. This function's pre-hook runs last
+    and its post-hook first, so that other post-hooks see the optimizer's updated settings.
     """
     is_tried = not needs_arguments(optimizer)  # checked when the optimizer was passed
 

@@ -138,7 +138,7 @@ class Exchange:
             held.note_used()
             if held.view.zeros is not None:
                 held.view.drop_zeros()
-        if found is None:  # the lookup was just added as the last batch
+        if found is None:  # the lookup is the step's last batch
             found = held.now.part(len(held.now.batches) - 1, 0)
             found = found._replace(has_moved=held.now.moved > 0)
         return found

@@ -180,9 +180,9 @@ class LazyTable:
         table_by_field = {name: table for table in tables for name in table.fields}
         if before.was_read and (unused := table_by_field.keys() - {"weight", *state}):
             raise RuntimeError(
-                f"{self.name}: the file of its table had the state {', '.join(sorted(unused))}, and"
-                " the initial state of new rows depends on the optimizer. Before resize(), call"
-                " attach() with an optimizer that has this state."
+                f"{self.name}: the file of its table has the optimizer state"
+                f" {', '.join(sorted(unused))}, whose values for new rows depend on the optimizer."
+                " Before resize(), call attach() with an optimizer that has this state."
             )
         fields = {name: table.fields[name] for name, table in table_by_field.items()}
         made = self.new.make(fields, count, before)
