@@ -206,8 +206,10 @@ class SavedGeneration:
         """The ids of changed rows, checked to be in range, and the rows."""
         ids, count = self._mapped(self.ids_of[key]), self.array(key).shape[0]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-            with self._damage(self.ids_of[key]):
-                raise ValueError(f"ids of changed rows must be within the {count:,} rows")
+            with self._damage("manifest.json"):
+                raise ValueError(
+                    f"ids of changed rows of {key!r} must be within its {count:,} rows"
+                )
         return ids, self._mapped(key)
 
     def verify(self, links: Iterable[SavedGeneration], progress: bool | None) -> None:

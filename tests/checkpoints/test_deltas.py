@@ -460,8 +460,8 @@ def test_a_chain_with_a_damaged_link_falls_back_to_the_last_whole_run(
     [
         ("rows", r"rows \(1, 1\) with ids \(1, 1\) do not fit a tensor of \(200, 1\)"),
         ("two", r"rows \(1, 1\) with ids \(2,\) do not fit a tensor of \(200, 1\)"),
-        ("above", ": ids of changed rows must be within the 200 rows"),
-        ("below", ": ids of changed rows must be within the 200 rows"),
+        ("above", "manifest.json: .* ids of changed rows of 'rows' must be within its 200 rows"),
+        ("below", "manifest.json: .* ids of changed rows of 'rows' must be within its 200 rows"),
     ],
 )
 def test_ids_that_are_not_of_the_changed_rows_are_an_error(
