@@ -330,6 +330,10 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
   const int64_t evict_count = count_of(evict), load_count = count_of(load);
   const int64_t entries = max(evict_count, load_count);
   const int64_t vecs = fields.first_vec[fields.count];
+  // Lists without places read ids instead and replace them below. A branch would keep the loads of
+  // a group's rows from overlapping; measured, a large exchange then takes 1.4 times as long.
+  const int64_t* evict_places = evict.order == nullptr ? evict.unique : evict.order;
+  const int64_t* load_places = load.order == nullptr ? load.unique : load.order;
   for (int64_t first = group; first < entries; first += groups * kRowsInFlight) {
     Moves moves;
 #pragma unroll
@@ -339,14 +343,21 @@ __device__ void swap_rows(const Fields& fields, const Tables& tables, const Plan
       moves.evict_to[u] = is_evicted ? evict.unique[m] : -1;
       moves.evict_table[u] = is_evicted ? tables.table_of(moves.evict_to[u]) : -1;
       is_evicted = moves.evict_table[u] >= 0;
-      moves.evict_from[u] = is_evicted ? evict.place(m) : -1;
+      moves.evict_from[u] = is_evicted ? evict_places[m] : -1;
       // Three independent loads.
       const bool is_loaded = m < load_count;
       moves.loaded[u] = is_loaded ? load.unique[m] : -1;
-      moves.load_to[u] = is_loaded ? load.place(m) : -1;
+      moves.load_to[u] = is_loaded ? load_places[m] : -1;
       moves.load_from[u] = is_loaded ? scratch.load_from[m] : kNotMoved;
       moves.load_table[u] = is_loaded ? tables.table_of(moves.loaded[u]) : -1;
       if (moves.load_table[u] < 0 || moves.load_from[u] == kNotMoved) moves.load_to[u] = -1;
+    }
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int64_t m = first + u * groups;
+      if (evict.order == nullptr && moves.evict_from[u] >= 0)
+        moves.evict_from[u] = evict.first_place + m;
+      if (load.order == nullptr && moves.load_to[u] >= 0) moves.load_to[u] = load.first_place + m;
     }
     int f = 0;
     for (int64_t vec = lane; vec < vecs; vec += lanes) {
