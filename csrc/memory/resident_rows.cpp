@@ -34,6 +34,7 @@ constexpr int64_t kRowsPerThread = 2048;
 constexpr int64_t kAhead = 16;
 // A loop that prefetches reads two batches ahead, or three.
 constexpr int kMaxReadersAhead = 3;
+constexpr auto relaxed = std::memory_order_relaxed;
 
 // Mixes all bits (splitmix64), because rows of one batch may differ in few.
 uint64_t mixed(uint64_t x) {
@@ -110,6 +111,23 @@ size_t ResidentRows::place_of(int64_t row) const {
   return place;
 }
 
+void ResidentRows::look_up(const int64_t* rows, int64_t count, int64_t* slots) const {
+  const size_t mask = table_.size() - 1;
+  const auto first_place = [&](int64_t i) { return mixed(static_cast<uint64_t>(rows[i])) & mask; };
+  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      // Each row misses the cache twice: its place in the table, and its slot.
+      if (i + 2 * kAhead < end) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
+      if (i + kAhead < end) {
+        if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
+          __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)]);
+        }
+      }
+      slots[i] = table_[place_of(rows[i])] - 1;
+    }
+  });
+}
+
 void ResidentRows::insert(int64_t row, int64_t slot) {
   Slot& made = slots_[static_cast<size_t>(slot)];
   made.row = row;
@@ -171,34 +189,21 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     for (Slot& slot : slots_) slot.call = 0;
     call_ = 1;
   }
-  const size_t mask = table_.size() - 1;
-  const auto first_place = [&](int64_t i) { return mixed(static_cast<uint64_t>(rows[i])) & mask; };
-  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      // Each row misses the cache twice: its place in the table, and its slot.
-      if (i + 2 * kAhead < end) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
-      if (i + kAhead < end) {
-        if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
-          __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)]);
-        }
-      }
-      slots[i] = table_[place_of(rows[i])] - 1;
-    }
-  });
+  look_up(rows, count, slots);
   std::vector<int64_t> missing;
   for (int64_t i = 0; i < count; ++i) {
     if (slots[i] < 0) missing.push_back(rows[i]);
   }
   if (only_hits && !missing.empty()) return {EAGAIN, missing[0]};
-  for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count && slots[i + kAhead] >= 0) {
-      __builtin_prefetch(&slots_[static_cast<size_t>(slots[i + kAhead])], 1);
+  // A row may be listed twice, by two threads.
+  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (slots[i] < 0) continue;
+      Slot& slot = slots_[static_cast<size_t>(slots[i])];
+      const bool is_first = std::atomic_ref(slot.call).exchange(call_, relaxed) != call_;
+      if (is_first && slot.chances < kMaxChances) ++slot.chances;
     }
-    if (slots[i] < 0) continue;
-    Slot& slot = slots_[static_cast<size_t>(slots[i])];
-    if (slot.call != call_ && slot.chances < kMaxChances) ++slot.chances;
-    slot.call = call_;
-  }
+  });
   std::ranges::sort(missing);
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   counts_.hits += count - static_cast<int64_t>(missing.size());
@@ -223,22 +228,25 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     }
     for (size_t k = 0; k < missing.size(); ++k) insert(missing[k], victims[k]);
   }
-  for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] < 0) slots[i] = table_[place_of(rows[i])] - 1;
-    Slot& slot = slots_[static_cast<size_t>(slots[i])];
-    if (i < changing) slot.is_changed = true;
-    ++slot.leases;
-    kept.push_back(slots[i]);
-  }
+  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (slots[i] < 0) slots[i] = table_[place_of(rows[i])] - 1;
+      Slot& slot = slots_[static_cast<size_t>(slots[i])];
+      if (i < changing) std::atomic_ref(slot.is_changed).store(true, relaxed);
+      std::atomic_ref(slot.leases).fetch_add(1, relaxed);
+    }
+  });
+  kept.assign(slots, slots + count);  // within its capacity
   return {};
 }
 
 void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
   if (file_->readers_ahead >= kMaxReadersAhead) return;
-  std::vector<int64_t> missing;
+  std::vector<int64_t> slots(static_cast<size_t>(count)), missing;
+  look_up(rows, count, slots.data());
   const int64_t last = std::numeric_limits<int64_t>::max() / record_bytes_ - 1;
   for (int64_t i = 0; i < count; ++i) {
-    if (rows[i] >= 0 && rows[i] <= last && table_[place_of(rows[i])] == 0) {
+    if (slots[static_cast<size_t>(i)] < 0 && rows[i] >= 0 && rows[i] <= last) {
       missing.push_back(rows[i]);
     }
   }

@@ -92,6 +92,8 @@ class ResidentRows {
 
   char* record(int64_t slot) const { return memory_ + slot * record_bytes_; }
   size_t place_of(int64_t row) const;
+  // Writes the slot of each row, or -1.
+  void look_up(const int64_t* rows, int64_t count, int64_t* slots) const;
   void insert(int64_t row, int64_t slot);
   void erase(int64_t row);
   int64_t next_victim();  // or kNone

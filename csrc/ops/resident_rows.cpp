@@ -9,12 +9,15 @@
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/sort_positions.h"
 #include "memory/resident_rows.h"
 
 namespace speedtorch {
 namespace {
+
+constexpr int64_t kFewRows = 4096;  // one thread sorts fewer rows faster than two
 
 struct Opened {
   Opened(int file, const Tensor& slots)
@@ -96,15 +99,17 @@ Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int
     failure = found->rows.find(data_of(rows), count, changing, lease, only_hits, by_row.data());
   }
   if (failure.error == 0) {
-    const auto sort = [&](int64_t begin, int64_t end) {
-      const int64_t* const own = by_row.data() + begin;
-      int64_t* const positions = data_of(order) + begin;
-      sort_positions(
-          end - begin, found->rows.slot_count() - 1, [&](int64_t i) { return own[i]; }, positions);
-      for (int64_t k = 0; k < end - begin; ++k) data_of(slots)[begin + k] = own[positions[k]];
-    };
-    sort(0, changing);
-    sort(changing, count);
+    parallel_for(0, 2, count < kFewRows ? 2 : 1, [&](int64_t first_list, int64_t end_list) {
+      for (int64_t list = first_list; list < end_list; ++list) {
+        const int64_t begin = list == 0 ? 0 : changing, end = list == 0 ? changing : count;
+        const int64_t* const own = by_row.data() + begin;
+        int64_t* const positions = data_of(order) + begin;
+        sort_positions(
+            end - begin, found->rows.slot_count() - 1, [&](int64_t i) { return own[i]; },
+            positions);
+        for (int64_t k = 0; k < end - begin; ++k) data_of(slots)[begin + k] = own[positions[k]];
+      }
+    });
   }
   return {slots, order, failure_of(kOp, failure, rows)};
 }

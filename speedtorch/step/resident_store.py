@@ -69,7 +69,7 @@ class ResidentStore(StoreInSlots):
     def read_ahead(self, ids: Sequence[Tensor]) -> None:
         """See RowStore.read_ahead."""
         if own := [part.detach().reshape(-1).to(torch.int64) for part in ids if part.is_cpu]:
-            self._resident.read_ahead(torch.cat(own))
+            self._resident.read_ahead(own[0] if len(own) == 1 else torch.cat(own))
 
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Like RowStore.read, after changed records among `ids` are written to the file."""

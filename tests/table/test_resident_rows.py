@@ -636,6 +636,19 @@ def test_many_records_are_read_at_once(opened: Open) -> None:
         assert torch.equal(memory[slots], ids[:, None].expand(-1, 2))
 
 
+def test_a_row_that_two_threads_find_counts_once(opened: Open) -> None:
+    once, twice = (opened(30_000, 10_000) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        ids = (torch.rand(5000, generator=generator) ** 2 * 30_000).long().unique()
+        both = torch.cat([ids, ids.flip(0)])
+        found = [found_in(once[0], ids, len(ids))[0], found_in(twice[0], both, len(ids))[0]]
+        assert torch.equal(found[1][: len(ids)], found[1][len(ids) :].flip(0))
+        assert torch.equal(found[0], found[1][: len(ids)])  # the same rows were evicted
+        assert torch.equal(twice[1][found[1], 0], both)
+    assert found_in(twice[0], torch.arange(10_000), 0)[1].tolist()[0] == 0  # no slot is kept
+
+
 def test_records_are_read_ahead(opened: Open) -> None:
     handle, memory, path = opened(50_000, 3000)
     found_in(handle, torch.arange(5), 0)
