@@ -68,7 +68,8 @@ class MeasuredPace:
     Planning ahead hides transfers over the link behind the GPU's other work, but costs host time. A
     loop that plans tries the other way only if the GPU is idle in most steps, at the time when the
     loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
-    trial succeeds if the host's median time per step falls by more than 2 %. After a failed trial,
+    trial succeeds if the host's median time per step is more than 2 % below the medians before and
+    after the trial. The second comparison excludes a loop's slow first steps. After a failed trial,
     the wait until the next trial doubles, up to 4,096 steps. If a window of steps leads to no
     trial, the next window ends 64 steps later, because queries of the GPU take host time.
 
@@ -93,7 +94,9 @@ class MeasuredPace:
         self._left_out = 0
         """The number of next steps that are not measured."""
         self._before: float | None = None
-        """The median seconds of the other way during a trial, or None without a trial."""
+        """The median seconds before a trial, or None without a trial."""
+        self._tried: float | None = None
+        """The median seconds of a trial while the way before it is measured again."""
         self._steps = self._next_trial = 0
         self._wait = _FIRST_WAIT
 
@@ -102,7 +105,7 @@ class MeasuredPace:
         self._times.clear()
         self._idle, self._left_out = 0, _SETTLE
         if self._before is not None:  # the previous loop ended during a trial
-            self._end_trial(is_better=False)
+            self._end_trial(switches=self._tried is None, succeeds=False)
 
     def note_step(self) -> None:
         """See Pace."""
@@ -124,21 +127,28 @@ class MeasuredPace:
             self._decide(median, is_idle=is_idle)
 
     def _decide(self, median: float, *, is_idle: bool) -> None:
-        if self._before is not None:
-            self._end_trial(is_better=median < _GAIN * self._before)
-        elif self._steps < self._next_trial:
-            return
-        elif is_idle == self.is_ahead:
-            self._before = median
+        if self._before is None:
+            if self._steps < self._next_trial:
+                return
+            if is_idle == self.is_ahead:
+                self._before = median
+                self._switch()
+            else:
+                self._next_trial = self._steps + _QUIET
+        elif self._tried is not None:
+            is_better = self._tried < _GAIN * median
+            self._end_trial(switches=is_better, succeeds=is_better)
+        elif median < _GAIN * self._before:
+            self._tried = median
             self._switch()
         else:
-            self._next_trial = self._steps + _QUIET
+            self._end_trial(switches=True, succeeds=False)
 
-    def _end_trial(self, *, is_better: bool) -> None:
-        self._before = None
-        if not is_better:
+    def _end_trial(self, *, switches: bool, succeeds: bool) -> None:
+        self._before = self._tried = None
+        if switches:
             self._switch()
-        self._wait = _FIRST_WAIT if is_better else min(2 * self._wait, _MOST_WAIT)
+        self._wait = _FIRST_WAIT if succeeds else min(2 * self._wait, _MOST_WAIT)
         self._next_trial = self._steps + self._wait
 
     def _switch(self) -> None:

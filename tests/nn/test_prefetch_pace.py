@@ -50,8 +50,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_small_steps_are_handed_through_after_one_trial(machine: Machine) -> None:
     seen = machine.run(300, lambda ahead: 1.4 if ahead else 1.0)
-    assert seen[:12] == [True] * 12
-    assert not any(seen[12:])
+    assert seen[:36] == [True] * 12 + [False] * 12 + [True] * 12
+    assert not any(seen[36:])
     assert not any(machine.run(300, lambda ahead: 1.4 if ahead else 1.0)[:100])  # the next epoch
 
 
@@ -82,6 +82,17 @@ def test_a_single_slow_step_decides_nothing(machine: Machine) -> None:
     given = iter([1.0] * 15 + [90.0] + [1.0] * 400)
     seen = machine.run(400, lambda _: next(given))
     assert seen.count(False) <= 4 * 12
+
+
+def test_slow_first_steps_decide_nothing(machine: Machine) -> None:
+    first = iter([5.0] * 12)
+    seen = machine.run(120, lambda ahead: next(first, 2.5 if ahead else 3.5))
+    assert seen == [True] * 12 + [False] * 12 + [True] * 96
+
+
+def test_a_trial_that_its_loop_ends_before_the_second_comparison_fails(machine: Machine) -> None:
+    assert machine.run(30, lambda ahead: 1.4 if ahead else 1.0)[-1] is True
+    assert all(machine.run(100, lambda ahead: 1.4 if ahead else 1.0))
 
 
 def test_the_gpu_is_queried_once_the_next_batch_is_planned() -> None:
