@@ -215,13 +215,19 @@ class Exchange:
         if batch is None and announced is None and not memory.takes_more:
             announced, is_part = self.steps.announced_with(ids), False
         expected = batch or (None if announced is None else announced.batch)
-        if expected is None:
-            held.take(memory.begun_alone(ids))
-        else:
-            seen = {(0, 0)} if is_part and expected.parts.number == 1 else set()
+        seen = {(0, 0)} if is_part and expected and expected.parts.number == 1 else set()
+        if expected is not None:
             expected.count()  # bad ids raise here, before anything changes
-            held.take(memory.begun(expected, seen, is_planned=True, prefetches=batch is not None))
-        held.complete(looks_up=True)
+        try:
+            held.take(
+                memory.begun_alone(ids)
+                if expected is None
+                else memory.begun(expected, seen, is_planned=True, prefetches=batch is not None)
+            )
+            held.complete(looks_up=True)
+        except BaseException:
+            self.steps.expected = batch  # a repeated lookup begins the step of the same batch
+            raise
         return expected, announced
 
     def extend(

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -402,6 +403,35 @@ def test_a_step_that_the_disk_fails_changes_nothing_and_loses_nothing(
             trained.step(ids, 2)
     assert failed >= 4
     assert torch.equal(table.table["weight"], expected.table["weight"])
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDONLY], ids=["reads", "writes"])
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_a_lookup_of_a_planned_batch_may_be_repeated_after_a_disk_error(
+    flags: int, capacity: int | None, tmp_path: Path
+) -> None:
+    def trained(table: HostTable) -> Tensor:
+        given = {"freeze": False, "capacity": capacity}
+        module, failed = speedtorch.Embedding.from_pretrained(table, **given), 0
+        optimizer = optim.SGD(module.parameters(), lr=0.1)
+        pairs = [ids.split(6) for ids in batches()]
+        for pair in speedtorch.prefetch(pairs, module, ids=lambda pair: list(pair)):
+            optimizer.zero_grad()
+            is_file = table.memory == "file"
+            with opened_as(tmp_path / "rows", flags) if is_file else nullcontext():
+                try:
+                    rows = module(pair[0])
+                except OSError:
+                    failed += 1
+                    rows = None
+            rows = module(pair[0]) if rows is None else rows
+            (rows.square().sum() + module(pair[1]).square().sum()).backward()
+            optimizer.step()
+        assert failed >= 4 * is_file
+        return table["weight"].clone()
+
+    expected, found = (trained(made(tmp_path, slots, ())) for slots in (None, 24))
+    assert torch.equal(found, expected)
 
 
 def test_a_flush_that_the_disk_fails_keeps_the_changes(tmp_path: Path) -> None:
