@@ -198,9 +198,6 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   // A row may be listed twice, by two threads.
   parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end && slots[i + kAhead] >= 0) {
-        __builtin_prefetch(&slots_[static_cast<size_t>(slots[i + kAhead])], 1);
-      }
       if (slots[i] < 0) continue;
       Slot& slot = slots_[static_cast<size_t>(slots[i])];
       const bool is_first = std::atomic_ref(slot.call).exchange(call_, relaxed) != call_;
