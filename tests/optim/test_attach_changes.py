@@ -29,13 +29,15 @@ def assert_same_rows(ours: Model, theirs: Model) -> None:
 
 
 class Lookahead(Own):
-    """Keeps a slow copy of the weights, made at its tenth step only."""
+    """Keeps a number from its tenth step on, and a slow copy of the weights from its eleventh."""
 
     def move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = state.setdefault("step", 0) + 1
         parameter -= group["lr"] * gradient
         if state["step"] == 10:
+            state["scale"] = torch.ones(1)
+        if state["step"] == 11:
             state["slow"] = parameter.clone()
 
 
@@ -60,14 +62,15 @@ def test_momentum_that_is_switched_on_later_is_refused_before_a_step(attached: b
     assert bool((buffer[[0, 5]] != 0).all()) and not bool(buffer[3].any())
 
 
-def test_state_that_is_made_in_a_later_step_is_refused() -> None:
+@pytest.mark.parametrize("ids", [IDS, IDS[:1]], ids=["rows", "one row"])
+def test_per_row_state_that_is_made_in_a_later_step_is_refused(ids: Tensor) -> None:
     embedding = speedtorch.Embedding(ROWS, WIDTH)
     lookahead = Lookahead(embedding.parameters())
     speedtorch.attach(lookahead, embedding)
-    for _ in range(9):
-        step(embedding, lookahead, IDS)
+    for _ in range(10):
+        step(embedding, lookahead, ids)
     with pytest.raises(RuntimeError, match="unexpected per-row state 'slow'"):
-        step(embedding, lookahead, IDS)
+        step(embedding, lookahead, ids)
 
 
 @pytest.mark.parametrize("clears", ["hook", "closure"])
