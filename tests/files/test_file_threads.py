@@ -22,6 +22,8 @@ def test_work_is_done_and_what_it_raises_is_raised(
         numbers = [pool.begin(divmod, 17, each) for each in (5, 3)]
         wrong = pool.begin(divmod, 1, 0)
         assert [pool.result(each) for each in numbers] == [(3, 2), (5, 2)]
+        if ends:
+            assert not wrong.done()  # result() runs no work behind its own
     with pytest.raises(ZeroDivisionError):
         wrong.result()
 
