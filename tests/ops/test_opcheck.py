@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import Place
-from op_arguments import COLUMNS, NOT_IN_GRAPHS, ROWS, WRITTEN, op_arguments
+from op_arguments import (
+    COLUMNS,
+    NOT_IN_GRAPHS,
+    ROWS,
+    WRITTEN,
+    are_written,
+    op_arguments,
+    tensors_of,
+)
 from reference import random_rows
 from torch import Tensor
 from torch.library import opcheck
@@ -42,6 +50,17 @@ def test_opcheck_finds_nothing(place: Place, name: str) -> None:
         utils = {"test_utils": ("test_schema",)}
     opcheck(*arguments_at(place, name), **utils)
     speedtorch.synchronize()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_version_changes_of_exactly_the_written_arguments(device: str, name: str) -> None:
+    op, arguments = op_arguments(device)[name]
+    tensors = tensors_of(arguments)
+    before = [tensor._version for tensor in tensors]
+    op(*arguments)
+    speedtorch.synchronize()
+    changed = [tensor._version != version for tensor, version in zip(tensors, before, strict=True)]
+    assert changed == are_written(op, arguments)
 
 
 def test_opcheck_finds_nothing_where_no_rows_are_put_aside(device: str) -> None:
