@@ -162,6 +162,29 @@ def test_views_that_are_kept_of_a_used_module_keep_their_values(
     assert "held by 0: a [64, 64]" in repr(freed)
 
 
+@pytest.mark.parametrize("graph", ["unknown", "freed"])
+def test_views_keep_their_values_beside_a_graph_that_auto_does_not_wait_for(
+    device: str, graph: str
+) -> None:
+    made = linears(2, 64).requires_grad_(False)
+    swapper = Swapper(made, device=device, budget="17KiB")
+    before = made[0].weight.clone()
+    x = torch.ones(1, 64, device=device, requires_grad=True)
+    with swapper.auto():
+        with swapper.use(made[0]):
+            result = nn.functional.linear(x, made[0].weight)  # no call of a module
+        if graph == "freed":
+            result = made[0](x)
+            result.sum().backward()
+        swapper.evict()
+        with swapper.use(made[0]):
+            view = made[0].weight.detach()
+        with swapper.use(made[1]):
+            assert swapper.report().resident == ("1",)
+            assert swapper.report().held_by == ("0: a [64, 64] float32 view of weight",)
+            assert torch.equal(view.cpu(), before) and result.requires_grad
+
+
 def test_a_module_that_calls_itself_is_kept_until_all_calls_end() -> None:
     class Recursive(nn.Module):
         """Goes through another module within itself."""
