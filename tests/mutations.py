@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -353,7 +354,7 @@ def _copy(folder: Path, fault: Fault | None, build: Path) -> None:
 
 def _compile(folder: Path, fault: Fault, build: Path) -> None:
     """Compiles the one file, with the options and the other objects of an earlier build."""
-    (ninja,) = build.glob("cpp.*/build.ninja")
+    ninja = build / f"cpp.{sysconfig.get_platform()}" / "build.ninja"  # others have sanitizers
     variables = dict(re.findall(r"^(\w+) = (.*)$", ninja.read_text(), re.MULTILINE))
     objects = {path.relative_to(ninja.parent): path for path in ninja.parent.glob("csrc/**/*.o")}
     source, made = ROOT / fault.file, folder / "fault.o"

@@ -226,7 +226,7 @@ class Exchange:
             )
             held.complete(looks_up=True)
         except BaseException:
-            self.steps.expected = batch  # a repeated lookup begins the step of the same batch
+            self.steps.return_expected(batch)
             raise
         return expected, announced
 

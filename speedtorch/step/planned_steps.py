@@ -229,6 +229,10 @@ class PlannedSteps:
         batch, self.expected = self.expected, None
         return batch
 
+    def return_expected(self, batch: Batch | None) -> None:
+        """Undoes take_expected(): a repeated lookup begins the step of the same batch."""
+        self.expected = batch
+
     def forget(self) -> None:
         """Discards the loop and its batch that a fork inherited from the parent process."""
         self.expected, self._loop = None, lambda: None
