@@ -34,6 +34,9 @@ constexpr int64_t kRowsPerThread = 2048;
 constexpr int64_t kAhead = 16;
 // A loop that prefetches reads two batches ahead, or three.
 constexpr int kMaxReadersAhead = 3;
+// The number of calls of find() without a miss after which read_ahead() looks for no misses, which
+// takes as long as such a call.
+constexpr int kCallsUntilRest = 16;
 constexpr auto relaxed = std::memory_order_relaxed;
 
 // Mixes all bits (splitmix64), because rows of one batch may differ in few.
@@ -198,12 +201,16 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   // A row may be listed twice, by two threads.
   parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end && slots[i + kAhead] >= 0) {
+        __builtin_prefetch(&slots_[static_cast<size_t>(slots[i + kAhead])], 1);
+      }
       if (slots[i] < 0) continue;
       Slot& slot = slots_[static_cast<size_t>(slots[i])];
       const bool is_first = std::atomic_ref(slot.call).exchange(call_, relaxed) != call_;
       if (is_first && slot.chances < kMaxChances) ++slot.chances;
     }
   });
+  calls_without_miss_ = missing.empty() ? calls_without_miss_ + 1 : 0;
   std::ranges::sort(missing);
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   counts_.hits += count - static_cast<int64_t>(missing.size());
@@ -241,6 +248,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
 }
 
 void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
+  if (calls_without_miss_ >= kCallsUntilRest) return;
   if (file_->readers_ahead >= kMaxReadersAhead) return;
   std::vector<int64_t> slots(static_cast<size_t>(count)), missing;
   look_up(rows, count, slots.data());

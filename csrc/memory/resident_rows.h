@@ -52,7 +52,8 @@ class ResidentRows {
                    bool only_hits, int64_t* slots);
   // Begins to read the records of rows that have no slot into the page cache, where find() reads
   // them without a wait. Also reads the pages to which find() will probably write evicted records.
-  // Ignores errors and invalid rows. Does nothing while 3 calls still read.
+  // Ignores errors and invalid rows. Does nothing while 3 calls still read, and after 16 calls of
+  // find() without a miss until the next miss.
   void read_ahead(const int64_t* rows, int64_t count);
   // Ends a lease. Does nothing if there is none.
   void release(int64_t lease);
@@ -114,6 +115,7 @@ class ResidentRows {
   int64_t hand_ = 0;
   int64_t hand_ahead_ = 0;  // where add_likely_victims() goes on
   uint32_t call_ = 0;
+  int64_t calls_without_miss_ = 0;
   ResidentCounts counts_;
   std::mutex mutex_;
 };

@@ -700,6 +700,16 @@ def test_records_are_read_ahead(opened: Open) -> None:
     resident_close(handle)  # the threads continue
 
 
+def test_batches_are_not_read_ahead_where_none_has_a_miss(opened: Open) -> None:
+    handle, _, _ = opened(1000, 20)
+    for calls, ahead in ((16, 10), (17, 0)):
+        for _ in range(calls):  # the first reads a record
+            found_in(handle, torch.tensor([calls]), 0)
+        before = resident_counts(handle).tolist()[6]
+        resident_read_ahead(handle, torch.arange(500, 510))
+        assert resident_counts(handle).tolist()[6] - before == ahead
+
+
 def cached(path: Path, rows: Tensor) -> list[bool]:
     """Whether records of 16 bytes are in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
