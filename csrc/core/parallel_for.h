@@ -1,5 +1,6 @@
 // torch's parallel_for for the CPU loops of ops: calls `use(begin, end)` for parts of a range on
-// torch's threads. In an ordinary build the name is torch's own function.
+// torch's threads. After a fork that lost threads it makes one call in this thread, because libgomp
+// would wait forever for the lost threads.
 //
 // libgomp starts and joins these threads without calls that ThreadSanitizer intercepts. Without
 // this wrapper, ThreadSanitizer would report races between the loop and the code around it. A build
@@ -9,6 +10,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cstdint>
+
+#include "core/process.h"
 
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
@@ -33,18 +36,22 @@ struct AnnouncedUse {
   }
 };
 
+#endif
+
 template <typename Use>
 void parallel_for(int64_t begin, int64_t end, int64_t grain_size, const Use& use) {
+  if (has_lost_threads()) {
+    if (begin < end) use(begin, end);
+    return;
+  }
+#ifdef __SANITIZE_THREAD__
   const AnnouncedUse<Use> announced{use};
   __tsan_release(&announced.fork);
   torch::stable::parallel_for(begin, end, grain_size, announced);
   __tsan_acquire(&announced.join);
-}
-
 #else
-
-using torch::stable::parallel_for;
-
+  torch::stable::parallel_for(begin, end, grain_size, use);
 #endif
+}
 
 }  // namespace speedtorch

@@ -2,6 +2,7 @@
 
 #include "core/process.h"
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -19,7 +20,23 @@ __attribute__((weak)) void PyEval_RestoreThread(void* thread);
 namespace speedtorch {
 namespace {
 
-std::atomic<bool> exits{false};
+std::atomic<bool> exits{false}, lost_threads{false};
+
+bool has_several_threads() {
+  DIR* const threads = opendir("/proc/self/task");
+  if (threads == nullptr) return true;
+  int entries = 0;  // "." and ".." are two of them
+  while (readdir(threads) != nullptr) ++entries;
+  closedir(threads);
+  return entries > 3;
+}
+
+// Registered as the library is loaded, because a process may fork before it calls a function of it.
+[[maybe_unused]] const int watches_forks = [] {
+  static bool loses_threads = false;  // of the fork in progress
+  return pthread_atfork([] { loses_threads = has_several_threads(); }, nullptr,
+                        [] { lost_threads = lost_threads || loses_threads; });
+}();
 
 // True if this thread holds the GIL. Every CPython exports PyGILState_Check, but the limited API
 // does not have it. A lookup at runtime keeps the library free of symbols outside that API.
@@ -37,6 +54,8 @@ pid_t process_id() {
   }();
   return id.load(std::memory_order_relaxed);
 }
+
+bool has_lost_threads() { return lost_threads.load(std::memory_order_relaxed); }
 
 bool process_exits() { return exits; }
 

@@ -8,6 +8,9 @@ namespace speedtorch {
 
 // Makes no system call. Correct in a forked child, too.
 pid_t process_id();
+// True in a process that was forked from one with several threads, after that one loaded this
+// library. The other threads do not exist in this process.
+bool has_lost_threads();
 
 // True once the process exits. From then on, code that frees memory makes no CUDA call.
 bool process_exits();

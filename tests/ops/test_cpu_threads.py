@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from reference import assert_same_bytes, assert_same_storage, layout_copy, random_rows
+from test_argument_faults import in_a_fork
 from torch import Tensor
 
 import speedtorch
@@ -142,6 +143,26 @@ def test_four_threads_give_the_bytes_of_one(name: str) -> None:
     torch.set_num_threads(4)
     for found, wanted in zip(WORK[name](), expected, strict=True):
         assert_same_bytes(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    """torch's own parallel loops do, so that the child gets its inputs and compares with numpy."""
+    table, index, rows = numbers(ROWS, 16), ids(), numbers(COUNT, 16)
+    written = table.clone()
+
+    def work() -> list[Tensor]:
+        speedtorch.pinned_scatter(written, index, rows)
+        return [*speedtorch.plan_rows(index, ROWS), speedtorch.pinned_gather(table, index), written]
+
+    torch.set_num_threads(4)
+    expected = work()
+
+    def child() -> None:
+        for found, wanted in zip(work(), expected, strict=True):
+            assert np.array_equal(found.numpy(), wanted.numpy())
+
+    assert in_a_fork(child) == 0
 
 
 # Scatters of so many bytes, in rows of a multiple of 32 bytes, store them past the caches.
