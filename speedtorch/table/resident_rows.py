@@ -79,6 +79,8 @@ class Slots(Protocol):
 class _Lease:
     """Keeps slots until release(), at the latest until this object is freed."""
 
+    _handle = number = -1  # of an object whose __init__ was interrupted: there is no such lease
+
     def __init__(self, handle: int) -> None:
         self._handle, self.number = handle, next(_lease_numbers)
 

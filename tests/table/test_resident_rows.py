@@ -778,6 +778,10 @@ def test_a_lease_keeps_its_slots_and_their_changes(opened: Open) -> None:
     assert np.fromfile(path, np.int64).reshape(-1, 2)[4:6].tolist() == [[99, 99], [5, 5]]
 
 
+def test_a_lease_whose_begin_was_interrupted_ends_without_an_error() -> None:
+    resident_rows._Lease.__new__(resident_rows._Lease).release()
+
+
 def test_used_rows_stay_longer_than_others(opened: Open) -> None:
     handle, _, _ = opened(1000, 20)
     frequent = torch.arange(10)
