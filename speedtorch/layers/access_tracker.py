@@ -177,7 +177,7 @@ _PLAIN: dict[type, type[Tensor]] = {_Tracked: Tensor, _TrackedParameter: nn.Para
 
 
 def on_device(given: Any, device: torch.device) -> Any:
-    """Copies the tensors in `given` to a device, or returns `given` if they are all on it."""
+    """Copies tensors in `given` to a device; without a tensor elsewhere returns `given` itself."""
     if all(not isinstance(e, Tensor) or e.device == device for e in tree_leaves(given)):
         return given
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, given)

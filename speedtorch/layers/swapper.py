@@ -293,7 +293,7 @@ class Swapper:
             ahead: how many of the next modules to prefetch if they fit.
 
         Returns:
-            A handle and context manager. Its remove(), or the end of its block, ends the effect.
+            A handle and context manager; remove() or the end of the block ends the effect.
 
         Raises:
             RuntimeError: `step` is True without an optimizer, or the Swapper is closed.

@@ -132,8 +132,8 @@ class PlannedSteps:
     def disable_lookup_check(self) -> None:
         """Disables check_lookups() for ranks that exchange rows.
 
-        Each rank would compare only the ids requested from it, possibly none, so that only some
-        ranks would raise.
+        A rank would compare only the ids that other ranks request from it. Some ranks would then
+        raise, and others would not.
         """
         self._checks_lookups = False
 

@@ -79,7 +79,7 @@ class Slots(Protocol):
 class _Lease:
     """Keeps slots until release(), at the latest until this object is freed."""
 
-    _handle = number = -1  # of an object whose __init__ was interrupted: there is no such lease
+    _handle = number = -1  # names no lease, if __init__ is interrupted
 
     def __init__(self, handle: int) -> None:
         self._handle, self.number = handle, next(_lease_numbers)
