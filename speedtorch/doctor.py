@@ -38,6 +38,7 @@ from speedtorch.ops.functions import (
     resident_slots,
     wait_for_rows,
 )
+from speedtorch.table.resident_rows import index_shape
 
 __all__ = ["Check", "Finding", "checks", "run_doctor"]
 
@@ -252,11 +253,14 @@ def _random_reads(descriptor: int, nbytes: int) -> float | None:
     pages = nbytes // _PAGE_BYTES
     if not (count := min(pages, _RANDOM_READS)):
         return None
-    handle = resident_open(torch.empty(count, _PAGE_BYTES, dtype=torch.uint8), descriptor)
+    slots = torch.empty(count, _PAGE_BYTES, dtype=torch.uint8)
+    handle = resident_open(
+        slots, torch.empty(index_shape(count), dtype=torch.uint8), descriptor, pages
+    )
     try:
         ids = torch.randperm(pages)[:count]
         start = time.perf_counter()
-        *_, failure = resident_slots(handle, ids, 0, 0)
+        _, failure = resident_slots(handle, ids, 0, 0)
         seconds = time.perf_counter() - start
     finally:
         resident_close(handle)

@@ -79,6 +79,10 @@ def op_arguments(
         "exchange_rows": (ops.exchange_rows.default, (host, *moved)),
         "exchange_rows, of tables": (ops.exchange_rows.default, ([*host, *second], *moved, 2)),
         "exchange_rows, counted": (ops.exchange_rows.default, (host, *moved, 1, ids(3), ids(2))),
+        "exchange_rows, at host rows": (
+            ops.exchange_rows.default,
+            (host, *moved, 1, None, None, ids(4, 0, 10, 5), ids(1, 4, 5)),
+        ),
         "exchange_cached": (
             ops.exchange_cached.default,
             (host, [rows(5, 12), rows(5, 13)[:, :2].contiguous()], slots, *moved),
@@ -138,7 +142,7 @@ ONE_TENSOR = {
     *("plan_fault", "explain_move", "set_costs", "host_register", "memory_kind"),
     *("let_captured_go", "check_owner", "watch_graph", "registration_seams", "use_on"),
     *("numbers_to_host", "chunk_digests", "resident_open", "resident_slots", "resident_write"),
-    "resident_read_ahead",
+    *("resident_read_ahead", "resident_begin_find"),
 }
 
 # Those of ops that no graph holds.

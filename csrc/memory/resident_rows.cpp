@@ -17,6 +17,7 @@
 #include <thread>
 
 #include "core/parallel_for.h"
+#include "core/process.h"
 
 namespace speedtorch {
 namespace {
@@ -38,14 +39,6 @@ constexpr int kMaxReadersAhead = 3;
 // takes as long as such a call.
 constexpr int kCallsUntilRest = 16;
 constexpr auto relaxed = std::memory_order_relaxed;
-
-// Mixes all bits (splitmix64), because rows of one batch may differ in few.
-uint64_t mixed(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
-  x = (x ^ x >> 27) * 0x94d049bb133111eb;
-  return x ^ x >> 31;
-}
 
 // Blocks all signals in this thread during the object's lifetime. Threads that start meanwhile
 // inherit the mask, so that signals such as Ctrl-C reach Python's thread.
@@ -86,12 +79,36 @@ int transfer(const Call& call, int file, iovec* parts, int64_t count, int64_t of
 
 }  // namespace
 
-ResidentRows::ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes)
+ResidentRows::ResidentRows(int file, int64_t row_count, char* memory, char* index,
+                           int64_t slot_count, int64_t record_bytes)
     : file_(std::make_shared<File>(file, record_bytes)),
+      row_count_(row_count),
       memory_(memory),
       record_bytes_(record_bytes),
-      slots_(static_cast<size_t>(slot_count)),
-      table_(std::bit_ceil(2 * static_cast<size_t>(slot_count))) {}
+      index_(ResidentIndex::in(index, slot_count)),
+      process_(process_id()) {
+  begin_empty();
+}
+
+std::unique_lock<std::mutex> ResidentRows::lock() {
+  std::unique_lock locked(mutex_);
+  if (process_ != process_id()) {  // managed memory does not exist in a forked child
+    own_index_.resize(static_cast<size_t>(ResidentIndex::bytes(slot_count())) / sizeof(Slot) + 1);
+    index_ = ResidentIndex::in(reinterpret_cast<char*>(own_index_.data()), slot_count());
+    begin_empty();
+    process_ = process_id();
+  }
+  return locked;
+}
+
+void ResidentRows::begin_empty() {
+  std::fill_n(index_.slots, slot_count(), Slot{});
+  std::fill_n(index_.table, index_.mask + 1, 0);
+  leases_.clear();
+  found_lease_ = kNone;
+  wait_ = nullptr;
+  resident_ = 0;
+}
 
 ResidentRows::File::File(int file, int64_t record_bytes)
     : descriptor(fcntl(file, F_DUPFD_CLOEXEC, 0)), record_bytes(record_bytes) {
@@ -104,55 +121,45 @@ void ResidentRows::File::begin_to_read(int64_t row) const {
   posix_fadvise(descriptor, row * record_bytes, record_bytes, POSIX_FADV_WILLNEED);
 }
 
-// The place of a row in the hash table, or of the empty place where it would be.
-size_t ResidentRows::place_of(int64_t row) const {
-  const size_t mask = table_.size() - 1;
-  size_t place = mixed(static_cast<uint64_t>(row)) & mask;
-  while (table_[place] != 0 && slots_[static_cast<size_t>(table_[place] - 1)].row != row) {
-    place = (place + 1) & mask;
-  }
-  return place;
-}
-
 void ResidentRows::look_up(const int64_t* rows, int64_t count, int64_t* slots) const {
-  const size_t mask = table_.size() - 1;
-  const auto first_place = [&](int64_t i) { return mixed(static_cast<uint64_t>(rows[i])) & mask; };
   parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       // Each row misses the cache twice: its place in the table, and its slot.
-      if (i + 2 * kAhead < end) __builtin_prefetch(&table_[first_place(i + 2 * kAhead)]);
+      if (i + 2 * kAhead < end)
+        __builtin_prefetch(&index_.table[index_.first_place(rows[i + 2 * kAhead])]);
       if (i + kAhead < end) {
-        if (const int32_t likely = table_[first_place(i + kAhead)]; likely != 0) {
-          __builtin_prefetch(&slots_[static_cast<size_t>(likely - 1)]);
+        const uint32_t likely = index_.table[index_.first_place(rows[i + kAhead])];
+        if (likely != 0) {
+          __builtin_prefetch(&index_.slots[index_.slot_of(likely)]);
         }
       }
-      slots[i] = table_[place_of(rows[i])] - 1;
+      slots[i] = index_.slot_of_row(rows[i]);
     }
   });
 }
 
 void ResidentRows::insert(int64_t row, int64_t slot) {
-  Slot& made = slots_[static_cast<size_t>(slot)];
+  Slot& made = index_.slots[slot];
   made.row = row;
   made.is_changed = false;
   made.chances = 0;
-  table_[place_of(row)] = static_cast<int32_t>(slot + 1);
+  index_.table[index_.place_of(row)] = index_.entry_of(mixed(static_cast<uint64_t>(row)), slot);
   ++resident_;
 }
 
 // Moves later rows of the same run to the free place, so that no run has a gap.
 void ResidentRows::erase(int64_t row) {
-  const size_t mask = table_.size() - 1;
-  size_t hole = place_of(row);
-  slots_[static_cast<size_t>(table_[hole] - 1)].row = kNone;
-  for (size_t place = (hole + 1) & mask; table_[place] != 0; place = (place + 1) & mask) {
-    const int64_t other = slots_[static_cast<size_t>(table_[place] - 1)].row;
-    const size_t home = mixed(static_cast<uint64_t>(other)) & mask;
+  const uint64_t mask = index_.mask;
+  uint64_t hole = index_.place_of(row);
+  index_.slots[index_.slot_of(index_.table[hole])].row = kNone;
+  for (uint64_t place = (hole + 1) & mask; index_.table[place] != 0; place = (place + 1) & mask) {
+    const int64_t other = index_.slots[index_.slot_of(index_.table[place])].row;
+    const uint64_t home = index_.first_place(other);
     if (((place - home) & mask) < ((place - hole) & mask)) continue;
-    table_[hole] = table_[place];
+    index_.table[hole] = index_.table[place];
     hole = place;
   }
-  table_[hole] = 0;
+  index_.table[hole] = 0;
   --resident_;
 }
 
@@ -163,7 +170,7 @@ int64_t ResidentRows::next_victim() {
   for (int64_t looks = (kMaxChances + 2) * slot_count(); looks > 0; --looks) {
     const int64_t slot = hand_;
     hand_ = (hand_ + 1) % slot_count();
-    Slot& found = slots_[static_cast<size_t>(slot)];
+    Slot& found = index_.slots[slot];
     if (found.call == call_ || found.leases > 0) continue;
     if (found.row == kNone || found.chances == 0) return slot;
     --found.chances;
@@ -176,7 +183,7 @@ void ResidentRows::add_likely_victims(int64_t count, std::vector<int64_t>& rows)
   const int64_t slots = slot_count(), passed = (hand_ - hand_ahead_ + slots) % slots;
   if (passed < slots / 2) hand_ahead_ = hand_;
   for (int64_t looks = std::min(slots, kLooksPerVictim * count); looks > 0 && count > 0; --looks) {
-    const Slot& found = slots_[static_cast<size_t>(hand_ahead_)];
+    const Slot& found = index_.slots[hand_ahead_];
     hand_ahead_ = (hand_ahead_ + 1) % slots;
     if (found.row != kNone && (found.chances > 0 || found.leases > 0)) continue;
     if (found.row != kNone && found.is_changed) rows.push_back(found.row);
@@ -185,11 +192,12 @@ void ResidentRows::add_likely_victims(int64_t count, std::vector<int64_t>& rows)
 }
 
 FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
-                               bool only_hits, int64_t* slots) {
+                               int64_t* slots) {
+  keep_found();
   std::vector<int64_t>& kept = leases_[lease];  // allocated before anything changes
   kept.reserve(static_cast<size_t>(count));
   if (++call_ == 0) {  // no slot may seem to be of this call
-    for (Slot& slot : slots_) slot.call = 0;
+    for (int64_t slot = 0; slot < slot_count(); ++slot) index_.slots[slot].call = 0;
     call_ = 1;
   }
   look_up(rows, count, slots);
@@ -197,19 +205,23 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   for (int64_t i = 0; i < count; ++i) {
     if (slots[i] < 0) missing.push_back(rows[i]);
   }
-  if (only_hits && !missing.empty()) return {EAGAIN, missing[0]};
-  // A row may be listed twice, by two threads.
-  parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end && slots[i + kAhead] >= 0) {
-        __builtin_prefetch(&slots_[static_cast<size_t>(slots[i + kAhead])], 1);
+  // Changed rows were loaded by an earlier call, which counted their use. A row may be in both
+  // parts, or twice in one, and two threads may find it.
+  const auto mark = [&](int64_t first, int64_t end, bool is_use) {
+    parallel_for(first, end, kRowsPerThread, [&](int64_t begin, int64_t last) {
+      for (int64_t i = begin; i < last; ++i) {
+        if (i + kAhead < last && slots[i + kAhead] >= 0) {
+          __builtin_prefetch(&index_.slots[slots[i + kAhead]], 1);
+        }
+        if (slots[i] < 0) continue;
+        Slot& slot = index_.slots[slots[i]];
+        const bool is_first = std::atomic_ref(slot.call).exchange(call_, relaxed) != call_;
+        if (is_use && is_first && slot.chances < kMaxChances) ++slot.chances;
       }
-      if (slots[i] < 0) continue;
-      Slot& slot = slots_[static_cast<size_t>(slots[i])];
-      const bool is_first = std::atomic_ref(slot.call).exchange(call_, relaxed) != call_;
-      if (is_first && slot.chances < kMaxChances) ++slot.chances;
-    }
-  });
+    });
+  };
+  mark(changing, count, true);
+  mark(0, changing, false);
   calls_without_miss_ = missing.empty() ? calls_without_miss_ + 1 : 0;
   std::ranges::sort(missing);
   missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
@@ -220,7 +232,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
     for (size_t k = 0; k < missing.size(); ++k) {
       victims.push_back(next_victim());
       if (victims.back() == kNone) return {EBUSY, missing[k]};
-      Slot& victim = slots_[static_cast<size_t>(victims.back())];
+      Slot& victim = index_.slots[victims.back()];
       victim.call = call_;
       if (victim.row != kNone && victim.is_changed) changed.push_back(victims.back());
     }
@@ -228,7 +240,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
       return failure;
     }
     for (const int64_t victim : victims) {
-      if (const int64_t row = slots_[static_cast<size_t>(victim)].row; row != kNone) erase(row);
+      if (const int64_t row = index_.slots[victim].row; row != kNone) erase(row);
     }
     if (const FileFailure failure = read_records(missing, victims); failure.error != 0) {
       return failure;
@@ -237,14 +249,57 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   }
   parallel_for(0, count, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (slots[i] < 0) slots[i] = table_[place_of(rows[i])] - 1;
-      Slot& slot = slots_[static_cast<size_t>(slots[i])];
+      if (slots[i] < 0) slots[i] = index_.slot_of_row(rows[i]);
+      Slot& slot = index_.slots[slots[i]];
       if (i < changing) std::atomic_ref(slot.is_changed).store(true, relaxed);
       std::atomic_ref(slot.leases).fetch_add(1, relaxed);
     }
   });
   kept.assign(slots, slots + count);  // within its capacity
   return {};
+}
+
+void ResidentRows::begin_find(int64_t count, int64_t lease,
+                              const std::function<void(const ResidentIndex&)>& launch,
+                              std::function<void()> wait) {
+  keep_found();
+  leases_[lease];
+  *index_.missing = 0;
+  try {
+    launch(index_);
+  } catch (...) {
+    leases_.erase(lease);
+    throw;
+  }
+  found_lease_ = lease;
+  found_count_ = count;
+  wait_ = std::move(wait);
+}
+
+bool ResidentRows::end_find(int64_t lease) {
+  if (lease == found_lease_ && resident_ < row_count_) await_found();
+  return leases_.contains(lease);
+}
+
+void ResidentRows::await_found() {
+  if (!wait_) return;
+  wait_();
+  wait_ = nullptr;
+  if (*index_.missing == 0) {
+    ++calls_without_miss_;
+    counts_.hits += found_count_;
+  } else {
+    leases_.erase(found_lease_);
+    found_lease_ = kNone;
+  }
+}
+
+void ResidentRows::keep_found() {
+  await_found();
+  if (found_lease_ == kNone) return;
+  leases_[found_lease_].assign(index_.found, index_.found + found_count_);
+  found_lease_ = kNone;
+  for (int64_t i = 0; i < found_count_; ++i) ++index_.slots[index_.found[i]].leases;
 }
 
 void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
@@ -278,17 +333,18 @@ void ResidentRows::read_ahead(const int64_t* rows, int64_t count) {
 }
 
 void ResidentRows::release(int64_t lease) {
+  if (lease == found_lease_) found_lease_ = kNone;
   const auto found = leases_.find(lease);
   if (found == leases_.end()) return;
-  for (const int64_t slot : found->second) --slots_[static_cast<size_t>(slot)].leases;
+  for (const int64_t slot : found->second) --index_.slots[slot].leases;
   leases_.erase(found);
 }
 
 FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
+  keep_found();
   std::vector<int64_t> changed;
   const auto add = [&](int64_t slot) {
-    if (slots_[static_cast<size_t>(slot)].row != kNone &&
-        slots_[static_cast<size_t>(slot)].is_changed) {
+    if (index_.slots[slot].row != kNone && index_.slots[slot].is_changed) {
       changed.push_back(slot);
     }
   };
@@ -296,7 +352,7 @@ FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
     for (int64_t slot = 0; slot < slot_count(); ++slot) add(slot);
   } else {
     for (int64_t i = 0; i < count; ++i) {
-      if (const int32_t found = table_[place_of(rows[i])]; found != 0) add(found - 1);
+      if (const int32_t slot = index_.slot_of_row(rows[i]); slot >= 0) add(slot);
     }
   }
   return write_slots(std::move(changed));
@@ -304,10 +360,11 @@ FileFailure ResidentRows::write(const int64_t* rows, int64_t count) {
 
 void ResidentRows::forget() {
   if (resident_ == 0) return;
-  std::ranges::fill(table_, 0);
+  keep_found();
+  std::fill_n(index_.table, index_.mask + 1, 0);
   resident_ = 0;
   for (int64_t slot = 0; slot < slot_count(); ++slot) {
-    Slot& found = slots_[static_cast<size_t>(slot)];
+    Slot& found = index_.slots[slot];
     if (found.leases == 0) {
       found = Slot{};
     } else if (found.row != kNone) {
@@ -341,8 +398,8 @@ FileFailure ResidentRows::read_records(const std::vector<int64_t>& rows,
 FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
   if (slots.empty()) return {};
   const auto begin = std::chrono::steady_clock::now();
-  const auto row_of = [&](size_t k) { return slots_[static_cast<size_t>(slots[k])].row; };
-  std::ranges::sort(slots, {}, [&](int64_t slot) { return slots_[static_cast<size_t>(slot)].row; });
+  const auto row_of = [&](size_t k) { return index_.slots[slots[k]].row; };
+  std::ranges::sort(slots, {}, [&](int64_t slot) { return index_.slots[slot].row; });
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   std::vector<size_t> runs;  // the first slot of each run
   for (size_t k = 0; k < slots.size(); ++k) {
@@ -373,7 +430,7 @@ FileFailure ResidentRows::write_slots(std::vector<int64_t> slots) {
       break;
     }
     for (size_t k = first; k < end; ++k) {
-      Slot& slot = slots_[static_cast<size_t>(slots[k])];
+      Slot& slot = index_.slots[slots[k]];
       slot.is_changed = slot.leases > 0;  // the caller of find() may not have written it yet
     }
   }

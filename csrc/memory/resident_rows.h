@@ -2,23 +2,29 @@
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
 // The caller must wait for the GPU before each call that may read or overwrite records. Between
-// calls only threads of read_ahead() exist, which access no slot.
+// calls only threads of read_ahead() exist, which access no slot. A forked child begins with empty
+// slots, because its parent writes the changed records.
 //
 // Between find() and release() the caller may read and write records in the slots that were found.
 // Other calls meanwhile, such as from garbage collection or another thread, do not empty these
 // slots, and their rows remain marked as changed.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "memory/resident_index.h"
+
 namespace speedtorch {
 
-// The errno of the first file call that failed, EBUSY or EAGAIN (see find()), or 0; and a row.
+// The errno of the first file call that failed, EBUSY (see find()), or 0; and a row.
 struct FileFailure {
   int error = 0;
   int64_t row = 0;
@@ -36,20 +42,32 @@ struct ResidentCounts {
 
 class ResidentRows {
  public:
-  // Record r of the file begins at byte r * record_bytes. `memory` has `slot_count` records and
-  // must remain allocated. Opens the file again by its descriptor; throws std::system_error if that
+  // Record r of the file begins at byte r * record_bytes; the file has `row_count` records.
+  // `memory` has `slot_count` records, and `index` ResidentIndex::bytes(slot_count); both must
+  // remain allocated. Opens the file again by its descriptor; throws std::system_error if that
   // fails.
-  ResidentRows(int file, char* memory, int64_t slot_count, int64_t record_bytes);
+  ResidentRows(int file, int64_t row_count, char* memory, char* index, int64_t slot_count,
+               int64_t record_bytes);
   ResidentRows(const ResidentRows&) = delete;
   ResidentRows& operator=(const ResidentRows&) = delete;
 
   // Finds the slots of `count` rows of the file, after reading records that have none, and keeps
   // them for `lease`. The first `changing` records are then marked as changed. If a file call
-  // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free, and
-  // with EAGAIN if `only_hits` is true and a row has no slot. With `only_hits` the caller need not
-  // have waited for the GPU, because the call accesses no record.
+  // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free.
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
-                   bool only_hits, int64_t* slots);
+                   int64_t* slots);
+  // The same by a kernel, which `launch` queues, if all rows have slots. The kernel writes the
+  // slots of `count` rows to the index, with `missing` if a row has none, and marks slots as find()
+  // does. `wait` waits for its end; the next call that needs the slots calls it.
+  void begin_find(int64_t count, int64_t lease,
+                  const std::function<void(const ResidentIndex&)>& launch,
+                  std::function<void()> wait);
+  // Whether begin_find() found all rows of this lease. If not, it keeps no slot. Does not wait if
+  // all rows of the file have slots.
+  bool end_find(int64_t lease);
+  // Waits for the kernel of begin_find(), if that is not done. If a row had no slot, ends its
+  // lease.
+  void await_found();
   // Begins to read the records of rows that have no slot into the page cache, where find() reads
   // them without a wait. Also reads the pages to which find() will probably write evicted records.
   // Ignores errors and invalid rows. Does nothing while 3 calls still read, and after 16 calls of
@@ -63,19 +81,13 @@ class ResidentRows {
   // the last write() are lost.
   void forget();
 
-  int64_t slot_count() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t slot_count() const { return index_.slot_count; }
   int64_t resident() const { return resident_; }
   const ResidentCounts& counts() const { return counts_; }
-  std::mutex& mutex() { return mutex_; }
+  // All other calls are made with this lock.
+  std::unique_lock<std::mutex> lock();
 
  private:
-  struct Slot {
-    int64_t row = kNone;
-    uint32_t call = 0;  // the last call that used the slot
-    uint16_t leases = 0;
-    uint8_t chances = 0;  // rounds of the hand that the row survives without a use
-    bool is_changed = false;
-  };
   struct File {  // closed by its last user, which may be a thread of read_ahead()
     File(int file, int64_t record_bytes);  // duplicates a descriptor
     ~File();
@@ -89,10 +101,12 @@ class ResidentRows {
     std::atomic<int> readers_ahead{0};
   };
   static constexpr int64_t kNone = -1;
-  static constexpr uint8_t kMaxChances = 3;
 
   char* record(int64_t slot) const { return memory_ + slot * record_bytes_; }
-  size_t place_of(int64_t row) const;
+  // Empties all slots and forgets all leases.
+  void begin_empty();
+  // Counts the slots that the kernel found as slots of their lease.
+  void keep_found();
   // Writes the slot of each row, or -1.
   void look_up(const int64_t* rows, int64_t count, int64_t* slots) const;
   void insert(int64_t row, int64_t slot);
@@ -104,13 +118,16 @@ class ResidentRows {
   FileFailure write_slots(std::vector<int64_t> slots);
 
   std::shared_ptr<File> file_;
+  int64_t row_count_;
   char* memory_;
   int64_t record_bytes_;
-  std::vector<Slot> slots_;
-  // A hash table with open addressing: 1 + a slot, or 0. Its size is a power of 2, and at most half
-  // of it is used.
-  std::vector<int32_t> table_;
+  ResidentIndex index_;
+  std::vector<Slot> own_index_;  // memory of a forked child's index
+  pid_t process_;
   std::unordered_map<int64_t, std::vector<int64_t>> leases_;
+  int64_t found_lease_ = kNone;  // of the last begin_find(), while its slots are only in the index
+  int64_t found_count_ = 0;
+  std::function<void()> wait_;  // for the kernel of begin_find(); empty after the wait
   int64_t resident_ = 0;
   int64_t hand_ = 0;
   int64_t hand_ahead_ = 0;  // where add_likely_victims() goes on

@@ -6,6 +6,7 @@
 
 #include "core/error_record.h"
 #include "core/rows.h"
+#include "memory/resident_index.h"
 #include "move/number_kind.h"
 #include "move/row_copy.h"
 #include "move/stored_float.h"
@@ -75,6 +76,9 @@ struct PlacedLists {
   // no valid entry.
   const int64_t* evict_count;
   const int64_t* load_count;
+  // The host row of each entry; null: the entry's id, or no entry.
+  const int64_t* evict_rows;
+  const int64_t* load_rows;
   // Whether one bad entry stops all moves. If so, ids that do not ascend are bad as well.
   bool all_or_none;
 };
@@ -533,6 +537,14 @@ struct RoundedRows {
 int launch_round_rows(const RoundedRows& work, void* stream);
 // Adds 1 to the step of a key.
 int launch_count_step(int64_t* key, void* stream);
+
+// ---- resident_rows.cu
+
+// Writes the slots of rows, or -1, to `slots` and to the index, and marks the slots; see
+// ResidentRows::begin_find. The first `changing` rows change. Neither these rows nor the other rows
+// contain a row twice.
+int launch_find_slots(const ResidentIndex& index, const int64_t* rows, int64_t count,
+                      int64_t changing, int64_t* slots, void* stream);
 
 // ---- split_plan.cu
 

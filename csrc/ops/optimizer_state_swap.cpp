@@ -207,8 +207,14 @@ class RowMover {
 // With kNone the list is only the source of rows in both lists.
 enum class Evicts { kNotLoaded, kAll, kNone };
 
+// The host row of each entry of two lists; null: the entry's id, or no entry.
+struct HostRows {
+  const int64_t* evict = nullptr;
+  const int64_t* load = nullptr;
+};
+
 void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const PlanView& load,
-                       Evicts evicts) {
+                       Evicts evicts, const HostRows& host_rows = {}) {
   int64_t record_bytes = 1;
   for (const SwapField& field : table.fields) record_bytes += field.host.row_bytes;
   const int64_t entries_per_task = kBytesPerTask / record_bytes + 1;
@@ -225,7 +231,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
         if (found != nullptr) {
           mover.carry(to, field.leaving.row(evict.place(found - evict.unique)));
         } else {
-          mover.load(to, table.row(k, id));
+          mover.load(to, table.row(k, host_rows.load == nullptr ? id : host_rows.load[m]));
         }
       }
     }
@@ -238,14 +244,18 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
       if (evicts == Evicts::kNotLoaded && loaded.find(id) != nullptr) continue;
       for (size_t k = 0; k < table.fields.size(); ++k) {
         const SwapField& field = table.fields[k];
-        RowMover(field).evict(table.row(k, id), field.leaving.row(evict.place(m)));
+        char* to = table.row(k, host_rows.evict == nullptr ? id : host_rows.evict[m]);
+        RowMover(field).evict(to, field.leaving.row(evict.place(m)));
       }
     }
   });
 }
 
 void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, const PlanView& load,
-                 Evicts evicts = Evicts::kNotLoaded) {
+                 Evicts evicts = Evicts::kNotLoaded, const HostRows& host_rows = {}) {
+  if (host_rows.evict != nullptr || host_rows.load != nullptr) {
+    return swap_table_on_cpu(tables[0], evict, load, evicts, host_rows);
+  }
   for (const SwapTable& table : tables) {
     swap_table_on_cpu(table, part_of(evict, table.first, table.end()),
                       part_of(load, table.first, table.end()), evicts);
@@ -342,6 +352,11 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
                                  stream.get()),
                kOp);
     all.mark_written();
+    // The lists are matched by id, from here on only their host rows count.
+    if (placed != nullptr) {
+      if (placed->evict_rows != nullptr) evict.unique = const_cast<int64_t*>(placed->evict_rows);
+      if (placed->load_rows != nullptr) load.unique = const_cast<int64_t*>(placed->load_rows);
+    }
     if (evicts == Evicts::kNone) evict.count = 0;
     if (cached == nullptr) return launch_swaps(host, tables, {evict, load, scratch}, stream);
     SwapPart of_host{.fields = nullptr, .rows = rows, .lists = {}};
@@ -414,7 +429,7 @@ CpuPlan plan_on_cpu(const char* list, const Ids& ids, const Plan& plan, int64_t 
 template <typename Take, typename Put>
 void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& evict,
                  const Tensors& arriving, const PlanView& load, const Take& take, const Put& put,
-                 Evicts evicts, const Arguments& all) {
+                 Evicts evicts, const Arguments& all, const HostRows& host_rows = {}) {
   Tensors evicted_rows, loaded_rows;
   for (size_t k = 0; k < host.size(); ++k) {
     evicted_rows.push_back(copy_to_cpu(kOp, take(leaving[k])));
@@ -425,7 +440,7 @@ void swap_staged(const Tensors& host, const Tensors& leaving, const PlanView& ev
   const std::vector<SwapTable> tables =
       check_tables(host, 1, evicted_rows, loaded_rows, evict.count, load.count);
   all.mark_written();
-  swap_on_cpu(tables, evict, load, evicts);
+  swap_on_cpu(tables, evict, load, evicts, host_rows);
   for (size_t k = 0; k < host.size(); ++k) put(arriving[k], loaded_rows[k]);
 }
 
@@ -497,6 +512,7 @@ struct PlacedList {
   Tensor ids;
   std::optional<Tensor> places;  // nullopt: entry i is row i
   std::optional<Tensor> count;   // number of valid entries; nullopt: all
+  std::optional<Tensor> rows;    // the host row of each entry; nullopt: its id
   int64_t side_rows;             // limit of the places
 
   PlanView view() const {
@@ -513,6 +529,9 @@ void check_placed(const PlacedList& list, const Tensor& on) {
   }
   if (list.count)
     check_list(kOp, (list.name + "_count").c_str(), *list.count, "arriving[0]", on, 1);
+  if (list.rows) {
+    check_list(kOp, (list.name + "_rows").c_str(), *list.rows, "arriving[0]", on, list.ids.numel());
+  }
 }
 
 // The valid entries of a list on the CPU. Throws for an id or a place out of range and, with
@@ -523,9 +542,9 @@ PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool mus
     view.count =
         check_count(kOp, (list.name + "_count").c_str(), *data_of(*list.count), view.count);
   }
-  Ids ids = as_ids(list.ids);
-  ids.count = view.count;
-  check_ids_on_cpu(kOp, list.name.c_str(), ids, table_rows);
+  Ids host_rows = as_ids(list.rows ? *list.rows : list.ids);
+  host_rows.count = view.count;
+  check_ids_on_cpu(kOp, (list.name + (list.rows ? "_rows" : "")).c_str(), host_rows, table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
     const int64_t id = view.unique[i], place = view.place(i);
     const bool unordered = must_ascend && i > 0 && id <= view.unique[i - 1];
@@ -610,21 +629,25 @@ void put_rows_at(const Tensor& side, const PlacedList& list, const Tensor& stage
 // loaded rows. On a GPU with `all_or_none`, a bad entry stops all moves; otherwise only this entry
 // is skipped. `cache`: the fields of the slots, for one table. `hot`: slot and uses of each row. If
 // `evicts` is false, no row is written to the host. If `is_new`, the version counters of `arriving`
-// do not change.
+// do not change. `evict_rows` and `load_rows`: the host row of each entry, for one table without
+// counts and cache.
 void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, const Tensor& evict,
                     const std::optional<Tensor>& evict_places,
                     const std::optional<Tensor>& evict_count, const Tensors& arriving,
                     const Tensor& load, const std::optional<Tensor>& load_places,
                     const std::optional<Tensor>& load_count, bool all_or_none,
                     const Tensors& cache = {}, const std::optional<Tensor>& hot = std::nullopt,
-                    bool evicts = true, bool is_new = false) {
+                    bool evicts = true, bool is_new = false,
+                    const std::optional<Tensor>& evict_rows = std::nullopt,
+                    const std::optional<Tensor>& load_rows = std::nullopt) {
   const Arguments all(
       kOp,
       {written("host", host, evicts && evict.numel() > 0),
        written("cache", cache, evict.numel() > 0), written("hot", hot, load.numel() > 0),
        read("leaving", leaving), read("evict", evict), read("evict_places", evict_places),
        read("evict_count", evict_count), written("arriving", arriving, !is_new && load.numel() > 0),
-       read("load", load), read("load_places", load_places), read("load_count", load_count)});
+       read("load", load), read("load_places", load_places), read("load_count", load_count),
+       read("evict_rows", evict_rows), read("load_rows", load_rows)});
   std::vector<SwapTable> tables = check_tables(host, count, leaving, arriving), slots;
   if (hot) {
     slots = check_tables(cache, 1, leaving, arriving, 0, 0, "cache");
@@ -636,14 +659,25 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   check_side_rows("leaving", leaving);
   check_side_rows("arriving", arriving);
   const Tensor& on = arriving[0];
-  const PlacedList evict_list{"evict", evict, evict_places, evict_count, fields[0].leaving.count};
-  const PlacedList load_list{"load", load, load_places, load_count, fields[0].arriving.count};
+  const PlacedList evict_list{"evict",     evict,      evict_places,
+                              evict_count, evict_rows, fields[0].leaving.count};
+  const PlacedList load_list{"load",     load,      load_places,
+                             load_count, load_rows, fields[0].arriving.count};
   check_placed(evict_list, on);
   check_placed(load_list, on);
   const bool counted = evict_count.has_value();
   if (counted != load_count.has_value()) {
     throw_value_error(kOp, "evict_count and load_count must be passed together");
   }
+  if (evict_rows.has_value() != load_rows.has_value() ||
+      (evict_rows && (counted || tables.size() > 1))) {
+    throw_value_error(kOp,
+                      "evict_rows and load_rows must be passed together, for one table and without "
+                      "counts");
+  }
+  const auto host_rows_of = [](const PlacedList& evicted, const PlacedList& loaded) {
+    return evicted.rows ? HostRows{data_of(*evicted.rows), data_of(*loaded.rows)} : HostRows{};
+  };
   all.check_memory();
   const Evicts which = !evicts ? Evicts::kNone : counted ? Evicts::kAll : Evicts::kNotLoaded;
   const int64_t rows = tables.back().end();
@@ -651,14 +685,17 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
     const PlanView evicted = view_placed_on_cpu(evict_list, rows, all_or_none);
     const PlanView loaded = view_placed_on_cpu(load_list, rows, all_or_none);
     all.mark_written();
-    return swap_on_cpu(tables, evicted, loaded, which);
+    return swap_on_cpu(tables, evicted, loaded, which, host_rows_of(evict_list, load_list));
   }
   const CurrentStream stream(kOp, on);
+  const HostRows host_rows = host_rows_of(evict_list, load_list);
   if (all_mapped(host, tables, stream)) {
     const PlacedLists placed{.leaving_rows = evict_list.side_rows,
                              .arriving_rows = load_list.side_rows,
                              .evict_count = counted ? data_of(*evict_count) : nullptr,
                              .load_count = counted ? data_of(*load_count) : nullptr,
+                             .evict_rows = host_rows.evict,
+                             .load_rows = host_rows.load,
                              .all_or_none = all_or_none};
     return swap_on_gpu(host, tables, evict_list.view(), load_list.view(), &placed, which, on,
                        stream, all);
@@ -676,6 +713,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   auto copied = [](PlacedList list) {
     list.ids = copy_to_cpu(kOp, list.ids);
     if (list.places) list.places = copy_to_cpu(kOp, *list.places);
+    if (list.rows) list.rows = copy_to_cpu(kOp, *list.rows);
     return list;
   };
   const PlacedList evict_on_cpu = copied(evict_list), load_on_cpu = copied(load_list);
@@ -688,7 +726,7 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
       [&](const Tensor& side, const Tensor& staged) {
         put_rows_at(side, load_list, staged, stream);
       },
-      which, all);
+      which, all, host_rows_of(evict_on_cpu, load_on_cpu));
 }
 
 void swap_placed(const Tensors& host, const Tensors& leaving, const Tensor& evict,
@@ -702,9 +740,11 @@ void exchange_rows(const Tensors& host, const Tensors& leaving, const Tensor& ev
                    const std::optional<Tensor>& evict_places, const Tensors& arriving,
                    const Tensor& load, const std::optional<Tensor>& load_places, int64_t tables,
                    const std::optional<Tensor>& evict_count,
-                   const std::optional<Tensor>& load_count) {
+                   const std::optional<Tensor>& load_count, const std::optional<Tensor>& evict_rows,
+                   const std::optional<Tensor>& load_rows) {
   swap_at_places(host, tables, leaving, evict, evict_places, evict_count, arriving, load,
-                 load_places, load_count, false);
+                 load_places, load_count, false, {}, std::nullopt, true, false, evict_rows,
+                 load_rows);
 }
 
 void exchange_cached(const Tensors& host, const Tensors& cache, const Tensor& hot,
@@ -752,9 +792,11 @@ const Ops kOps{
      TORCH_BOX(&swap_placed)},
     // For speedtorch/step, with lists made by the library. Rows of several tables are numbered
     // consecutively; `host` lists the tables' fields in this order. Counts are on the device.
+    // `evict_rows` and `load_rows`: the host row of each entry, if ids number something else.
     {"exchange_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor? evict_places, "
      "Tensor(b! -> *)[] arriving, Tensor load, Tensor? load_places, int tables=1, Tensor? "
-     "evict_count=None, Tensor? load_count=None) -> ()",
+     "evict_count=None, Tensor? load_count=None, Tensor? evict_rows=None, Tensor? load_rows=None) "
+     "-> ()",
      TORCH_BOX(&exchange_rows)},
     // The same for one table with a cache on the device. `hot` [rows, 2], int32: the slot of each
     // row, or -1, and its number of loads.

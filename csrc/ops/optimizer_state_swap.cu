@@ -41,22 +41,23 @@ __device__ int64_t find(const PlanView& list, int64_t id) {
   return at < list.count && list.unique[at] == id ? at : -1;
 }
 
-__device__ bool is_good(const PlanView& list, int64_t m, int64_t rows, int64_t side_rows) {
-  return !is_outside(list.unique[m], rows) && !is_outside(list.place(m), side_rows);
+__device__ bool is_good(const PlanView& list, const int64_t* host_rows, int64_t m, int64_t rows,
+                        int64_t side_rows) {
+  return !is_outside(host_rows[m], rows) && !is_outside(list.place(m), side_rows);
 }
 
-__device__ void report_entry(const PlanView& list, int64_t m, IdError kind, int64_t bad_count,
-                             int64_t side_rows, Report about) {
+__device__ void report_entry(const PlanView& list, const int64_t* host_rows, int64_t m,
+                             IdError kind, int64_t bad_count, int64_t side_rows, Report about) {
   const bool is_place = kind == IdError::kBadPlace;
   if (is_place) about.rows = side_rows;
-  report(about, kind, is_place ? list.place(m) : list.unique[m], m, bad_count, list.count);
+  report(about, kind, is_place ? list.place(m) : host_rows[m], m, bad_count, list.count);
 }
 
-// Returns whether entry m has a valid id and place. A bad entry is added to `found`, or reported if
-// `found` is null. Ids must ascend only with `found`.
-__device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const Report& about,
-                      BadEntries* found) {
-  const int64_t id = list.unique[m];
+// Returns whether entry m has a valid host row and place. A bad entry is added to `found`, or
+// reported if `found` is null. Ids must ascend only with `found`.
+__device__ bool check(const PlanView& list, const int64_t* host_rows, int64_t m, int64_t side_rows,
+                      const Report& about, BadEntries* found) {
+  const int64_t id = host_rows[m];
   IdError kind = IdError::kOutOfRange;
   if (!is_outside(id, about.rows)) {
     const bool unordered = found != nullptr && m > 0 && id <= list.unique[m - 1];
@@ -64,7 +65,7 @@ __device__ bool check(const PlanView& list, int64_t m, int64_t side_rows, const 
     kind = unordered ? IdError::kUnordered : IdError::kBadPlace;
   }
   if (found == nullptr) {
-    report_entry(list, m, kind, 1, side_rows, about);
+    report_entry(list, host_rows, m, kind, 1, side_rows, about);
   } else {
     if (kind == IdError::kOutOfRange) count_one(&found->bad_count);
     note_last(&found->from_end[static_cast<int>(kind)], list.count - m);
@@ -79,7 +80,7 @@ __device__ void report_first_error(const PlanView& list, int64_t side_rows, cons
   for (const IdError kind : kKinds) {
     const int64_t from_end = found.from_end[static_cast<int>(kind)];
     if (from_end == 0) continue;
-    report_entry(list, list.count - from_end, kind, found.bad_count, side_rows, about);
+    report_entry(list, list.unique, list.count - from_end, kind, found.bad_count, side_rows, about);
     list.status->distinct = -1;
     return;
   }
@@ -96,6 +97,8 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   const int64_t rows = evicting.rows;
+  const int64_t* evict_rows = placed.evict_rows == nullptr ? evict.unique : placed.evict_rows;
+  const int64_t* load_rows = placed.load_rows == nullptr ? load.unique : placed.load_rows;
   evict.count = kPlaced ? count_of(evict, placed.evict_count) : count_of(evict);
   load.count = kPlaced ? count_of(load, placed.load_count) : count_of(load);
   if (kPlaced && first == 0) {
@@ -107,15 +110,21 @@ __global__ void match_kernel(PlanView evict, PlanView load, PlacedLists placed, 
   for (int64_t m = first; m < load.count; m += stride) {
     const int64_t at = find(evict, load.unique[m]);
     int64_t from = at < 0 ? kFromHost : evict.place(at);
-    if (kPlaced && !check(load, m, placed.arriving_rows, loading, bad_load)) from = kNotMoved;
-    if (kPlaced && at >= 0 && !is_good(evict, at, rows, placed.leaving_rows)) from = kNotMoved;
+    if (kPlaced && !check(load, load_rows, m, placed.arriving_rows, loading, bad_load)) {
+      from = kNotMoved;
+    }
+    if (kPlaced && at >= 0 && !is_good(evict, evict_rows, at, rows, placed.leaving_rows)) {
+      from = kNotMoved;
+    }
     scratch.load_from[m] = from;
   }
   for (int64_t m = first; m < evict.count; m += stride) {
     const int64_t at = find(load, evict.unique[m]);
     bool is_kept = placed.evict_count == nullptr && at >= 0;
-    if (kPlaced && is_kept) is_kept = is_good(load, at, rows, placed.arriving_rows);
-    if (kPlaced && !check(evict, m, placed.leaving_rows, evicting, bad_evict)) is_kept = true;
+    if (kPlaced && is_kept) is_kept = is_good(load, load_rows, at, rows, placed.arriving_rows);
+    if (kPlaced && !check(evict, evict_rows, m, placed.leaving_rows, evicting, bad_evict)) {
+      is_kept = true;
+    }
     scratch.is_kept[m] = is_kept;
   }
   if (!kPlaced || !placed.all_or_none) return;

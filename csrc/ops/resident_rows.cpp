@@ -9,22 +9,42 @@
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
-#include "core/parallel_for.h"
+#include "core/process.h"
 #include "core/registration.h"
-#include "core/sort_positions.h"
+#include "memory/host_memory.h"
 #include "memory/resident_rows.h"
+#include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
 
-constexpr int64_t kFewRows = 4096;  // one thread sorts fewer rows faster than two
-
 struct Opened {
-  Opened(int file, const Tensor& slots)
+  Opened(int file, int64_t file_rows, const Tensor& slots, const Tensor& index)
       : memory(slots),
-        rows(file, static_cast<char*>(slots.data_ptr()), slots.size(0), slots.size(1)) {}
+        index(index),
+        rows(file, file_rows, static_cast<char*>(slots.data_ptr()),
+             static_cast<char*>(index.data_ptr()), slots.size(0), slots.size(1)) {}
 
-  Tensor memory;
+  ~Opened() {
+    if (process_exits() || process != process_id()) return;
+    for (const auto& [device, end] : ends) {
+      succeeded(cuda_calls().event_synchronize(end));  // the kernel may still read the index
+      succeeded(cuda_calls().event_destroy(end));
+    }
+  }
+  Opened(const Opened&) = delete;
+  Opened& operator=(const Opened&) = delete;
+
+  // An event of the current device, for the ends of kernels.
+  void* end_on(const char* op, int device) {
+    void*& end = ends[device];
+    if (end == nullptr) check_cuda(cuda_calls().event_create(&end), op);
+    return end;
+  }
+
+  const pid_t process = process_id();
+  Tensor memory, index;
+  std::unordered_map<int, void*> ends;  // guarded by the lock of `rows`
   ResidentRows rows;
 };
 
@@ -47,22 +67,37 @@ std::shared_ptr<Opened> opened_by(const char* op, int64_t handle) {
   return found->second;
 }
 
-// Returns a handle. `slots` is uint8 [slots, bytes of a record] on the CPU.
-int64_t resident_open(const Tensor& slots, int64_t file) {
-  constexpr const char* kOp = "resident_open";
-  if (!slots.is_cpu() || slots.scalar_type() != ScalarType::Byte || slots.dim() != 2 ||
-      slots.numel() == 0) {
-    throw_value_error(kOp, "slots must be uint8 [slots, bytes] on the CPU and not empty, got ",
-                      dtype_text(slots), " of shape ", shape_text(shape_of(slots)), " on ",
-                      device_text(slots));
+void check_bytes(const char* op, const char* name, const Tensor& bytes) {
+  if (!bytes.is_cpu() || bytes.scalar_type() != ScalarType::Byte || bytes.dim() != 2 ||
+      bytes.numel() == 0) {
+    throw_value_error(op, name, " must be uint8 [n, bytes] on the CPU and not empty, got ",
+                      dtype_text(bytes), " of shape ", shape_text(shape_of(bytes)), " on ",
+                      device_text(bytes));
   }
-  check_contiguous(kOp, "slots", slots);
+  check_contiguous(op, name, bytes);
+}
+
+// Returns a handle. `slots` is uint8 [slots, bytes of a record] on the CPU, `index` [slots + 2,
+// 32].
+int64_t resident_open(const Tensor& slots, const Tensor& index, int64_t file, int64_t file_rows) {
+  constexpr const char* kOp = "resident_open";
+  check_bytes(kOp, "slots", slots);
+  check_bytes(kOp, "index", index);
   check_count(kOp, "slots", slots.size(0), (int64_t{1} << 31) - 2);
-  const auto made = std::make_shared<Opened>(static_cast<int>(file), slots);
+  check_shape(kOp, "index", index, {slots.size(0) + 2, 32});
+  if (reinterpret_cast<uint64_t>(index.data_ptr()) % alignof(Slot) != 0) {
+    throw_value_error(kOp, "index must be aligned to ", alignof(Slot), " bytes");
+  }
+  const auto made = std::make_shared<Opened>(static_cast<int>(file), file_rows, slots, index);
   Registry& all = registry();
   const std::scoped_lock lock(all.mutex);
   all.opened.emplace(++all.last, made);
   return all.last;
+}
+
+void check_rows(const char* op, const Opened& opened, const Tensor& rows, int64_t changing) {
+  check_count(op, "changing", changing, rows.numel());
+  check_count(op, "rows", rows.numel(), opened.rows.slot_count());
 }
 
 void resident_close(int64_t handle) {
@@ -78,40 +113,59 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
   return made;
 }
 
-// Finds the slots of two lists: the first `changing` entries of `rows`, which the caller will
-// change, and the other entries. Returns the slots of each list in ascending order, the positions
-// of their rows in the list, and [errno, row] of a failed file call. Rows keep their slots until
-// resident_release. With `only_hits` a row without a slot is the failure EAGAIN.
-Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease,
-                       bool only_hits) {
+// Returns the slots of rows on the CPU, and [errno, row] of a failed file call. The caller will
+// change the first `changing` rows. Rows keep their slots until resident_release.
+Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_slots";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "slots", found->memory);
-  check_count(kOp, "changing", changing, rows.numel());
-  check_count(kOp, "rows", rows.numel(), found->rows.slot_count());
-  const int64_t count = rows.numel();
-  const Tensor slots = new_tensor(kOp, {count}, ScalarType::Long, rows);
-  const Tensor order = new_tensor(kOp, {count}, ScalarType::Long, rows);
-  std::vector<int64_t> by_row(static_cast<size_t>(count));
-  FileFailure failure;
-  {
-    const std::scoped_lock lock(found->rows.mutex());
-    failure = found->rows.find(data_of(rows), count, changing, lease, only_hits, by_row.data());
+  check_rows(kOp, *found, rows, changing);
+  const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
+  const auto lock = found->rows.lock();
+  const FileFailure failure =
+      found->rows.find(data_of(rows), rows.numel(), changing, lease, data_of(slots));
+  return {slots, failure_of(kOp, failure, found->memory)};
+}
+
+// Queues a kernel that does the same for rows on a GPU if all of them have slots, which
+// resident_end_find tells. Returns the slots.
+Tensor resident_begin_find(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
+  constexpr const char* kOp = "resident_begin_find";
+  const auto found = opened_by(kOp, handle);
+  check_list(kOp, "rows", rows, "rows", rows);
+  check_rows(kOp, *found, rows, changing);
+  if (rows.is_cpu()) throw_value_error(kOp, "rows must be on a GPU; resident_slots takes others");
+  const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
+  if constexpr (kWithCuda) {
+    const CurrentStream stream(kOp, rows);
+    const Rows index = as_rows(kOp, "index", found->index);
+    const Access access = gpu_access(kOp, found->index, index, stream.device());
+    const auto lock = found->rows.lock();
+    if (access == Access::kNot || rows.numel() == 0) return slots;
+    const RelaxedCapture while_capturing;
+    void* const end = found->end_on(kOp, stream.device());
+    found->rows.begin_find(
+        rows.numel(), lease,
+        [&](const ResidentIndex& with) {
+          int error = launch_find_slots(with, data_of(rows), rows.numel(), changing, data_of(slots),
+                                        stream.get());
+          if (error == 0) error = cuda_calls().event_record(end, stream.get());
+          check_cuda(error, kOp);
+        },
+        [end] {
+          const RelaxedCapture while_waiting;
+          check_cuda(cuda_calls().event_synchronize(end), kOp);
+        });
   }
-  if (failure.error == 0) {
-    parallel_for(0, 2, count < kFewRows ? 2 : 1, [&](int64_t first_list, int64_t end_list) {
-      for (int64_t list = first_list; list < end_list; ++list) {
-        const int64_t begin = list == 0 ? 0 : changing, end = list == 0 ? changing : count;
-        const int64_t* const own = by_row.data() + begin;
-        int64_t* const positions = data_of(order) + begin;
-        sort_positions(
-            end - begin, found->rows.slot_count() - 1, [&](int64_t i) { return own[i]; },
-            positions);
-        for (int64_t k = 0; k < end - begin; ++k) data_of(slots)[begin + k] = own[positions[k]];
-      }
-    });
-  }
-  return {slots, order, failure_of(kOp, failure, rows)};
+  return slots;
+}
+
+// Whether resident_begin_find found slots of all rows for this lease. Waits for its kernel unless
+// all rows of the file have slots.
+bool resident_end_find(int64_t handle, int64_t lease) {
+  const auto found = opened_by("resident_end_find", handle);
+  const auto lock = found->rows.lock();
+  return found->rows.end_find(lease);
 }
 
 // Begins to read records that have no slot into the page cache, and does not wait. A hint: invalid
@@ -120,7 +174,7 @@ void resident_read_ahead(int64_t handle, const Tensor& rows) {
   constexpr const char* kOp = "resident_read_ahead";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "slots", found->memory);
-  const std::scoped_lock lock(found->rows.mutex());
+  const auto lock = found->rows.lock();
   found->rows.read_ahead(data_of(rows), rows.numel());
 }
 
@@ -135,7 +189,7 @@ void resident_release(int64_t handle, int64_t lease) {
     }
   }
   if (found == nullptr) return;
-  const std::scoped_lock lock(found->rows.mutex());
+  const auto lock = found->rows.lock();
   found->rows.release(lease);
 }
 
@@ -146,7 +200,7 @@ Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool fo
   constexpr const char* kOp = "resident_write";
   const auto found = opened_by(kOp, handle);
   if (rows) check_list(kOp, "rows", *rows, "slots", found->memory);
-  const std::scoped_lock lock(found->rows.mutex());
+  const auto lock = found->rows.lock();
   FileFailure failure;
   if (!rows || rows->numel() > 0) {
     failure = found->rows.write(rows ? data_of(*rows) : nullptr, rows ? rows->numel() : 0);
@@ -160,7 +214,8 @@ Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool fo
 Tensor resident_counts(int64_t handle) {
   constexpr const char* kOp = "resident_counts";
   const auto found = opened_by(kOp, handle);
-  const std::scoped_lock lock(found->rows.mutex());
+  const auto lock = found->rows.lock();
+  found->rows.await_found();
   const Tensor made = new_tensor(kOp, {7}, ScalarType::Long, found->memory);
   const ResidentCounts& counts = found->rows.counts();
   int64_t* const numbers = data_of(made);
@@ -175,11 +230,14 @@ Tensor resident_counts(int64_t handle) {
 }
 
 const Ops kOps{
-    {"resident_open(Tensor slots, int file) -> int", TORCH_BOX(&resident_open)},
+    {"resident_open(Tensor slots, Tensor index, int file, int file_rows) -> int",
+     TORCH_BOX(&resident_open)},
     {"resident_close(int handle) -> ()", TORCH_BOX(&resident_close)},
-    {"resident_slots(int handle, Tensor rows, int changing, int lease, bool only_hits=False) -> "
-     "Tensor[]",
+    {"resident_slots(int handle, Tensor rows, int changing, int lease) -> Tensor[]",
      TORCH_BOX(&resident_slots)},
+    {"resident_begin_find(int handle, Tensor rows, int changing, int lease) -> Tensor",
+     TORCH_BOX(&resident_begin_find)},
+    {"resident_end_find(int handle, int lease) -> bool", TORCH_BOX(&resident_end_find)},
     {"resident_read_ahead(int handle, Tensor rows) -> ()", TORCH_BOX(&resident_read_ahead)},
     {"resident_release(int handle, int lease) -> ()", TORCH_BOX(&resident_release)},
     {"resident_write(int handle, Tensor? rows, bool forgets) -> Tensor",

@@ -336,7 +336,8 @@ Without places (None), entry i of a list belongs to row i of its tensors. On a G
 that is out of range is skipped. Optional arguments follow. `tables`: `host` lists the fields of so
 many tables, one after another, and ids number the rows of all of them. `evict_count` and
 `load_count`, `[1]` on the device: only so many first entries of each list are moved. With these
-counts, a row in both lists is also written to host.
+counts, a row in both lists is also written to host. `evict_rows` and `load_rows`: the host row of
+each entry if ids number something else, such as rows of a file; for one table without counts.
 """
 
 
@@ -386,10 +387,11 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 
 
 resident_open: Callable[..., int] = _ops.resident_open
-"""Opens slots for the records of a file: `(slots, file)`; returns a handle for the next six ops.
+"""Opens slots for records of a file: `(slots, index, file, file_rows)`; returns a handle.
 
-`slots` is uint8 `[slots, bytes of a record]` on the CPU. `file` is a descriptor, which the op
-duplicates. Record r begins at byte r times the bytes of a record.
+`slots` is uint8 `[slots, bytes of a record]` on the CPU. `index` is uint8 `[slots + 2, 32]`, memory
+for which row each slot has, which a GPU may read. `file` is a descriptor, which the op duplicates.
+Record r begins at byte r times the bytes of a record; there are `file_rows` records.
 """
 
 
@@ -397,15 +399,29 @@ resident_close: Callable[[int], None] = _ops.resident_close
 """Forgets a handle and releases its slots. Does not write changed records to the file."""
 
 
-resident_slots: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.resident_slots
-"""Finds slots: `(handle, rows, changing, lease, only_hits=False)`. Reads records without a slot.
+resident_slots: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_slots
+"""Finds slots: `(handle, rows, changing, lease)`. Reads records without a slot.
 
-The first `changing` rows, which then count as changed, form one list and the other rows another.
-Returns the slots of each list in ascending order, and the positions of their rows in the list. The
-third tensor has the errno and the row of a failed file call, EBUSY if too few slots are free, or 0
-as errno. Before a slot is reused for another row, a changed row in it is written to the file. Rows
-keep their slots until resident_release(handle, lease). With `only_hits` no record is accessed, and
-a row without a slot is the failure EAGAIN.
+The first `changing` rows then count as changed. Returns the slots of the rows; and the errno and
+the row of a failed file call, EBUSY if too few slots are free, or 0 as errno. Before a slot is
+reused for another row, a changed row in it is written to the file. Rows keep their slots until
+resident_release(handle, lease).
+"""
+
+
+resident_begin_find: Callable[[int, Tensor, int, int], Tensor] = _ops.resident_begin_find
+"""Queues a kernel that finds slots of rows on a GPU: `(handle, rows, changing, lease)`.
+
+Returns the slots, which are valid if all rows have slots; see resident_end_find(). Neither the
+first `changing` rows nor the others may contain a row twice. Accesses no record.
+"""
+
+
+resident_end_find: Callable[[int, int], bool] = _ops.resident_end_find
+"""Ends resident_begin_find: `(handle, lease)`. Returns whether all rows have slots.
+
+They then keep these slots until resident_release(handle, lease). The op waits for the kernel,
+unless all rows of the file have slots.
 """
 
 
@@ -827,7 +843,7 @@ _OF_THE_PROCESS = (
     *("reserve_range", "open_range", "map_range", "unmap_range", "range_bytes", "leave_range"),
     *("link_launch", "costs", "set_costs", "force_path", "num_sms", "set_num_sms"),
     *("resident_open", "resident_close", "resident_counts", "resident_release"),
-    "resident_read_ahead",
+    *("resident_read_ahead", "resident_end_find"),
 )
 
 
@@ -836,7 +852,7 @@ _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
     *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    *("count_batch", "append_ids", "resident_slots", "resident_write"),
+    *("count_batch", "append_ids", "resident_slots", "resident_write", "resident_begin_find"),
 )
 
 

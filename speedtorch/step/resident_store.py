@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ __all__ = ["ResidentStore", "store_of"]
 class ResidentStore(StoreInSlots):
     """A RowStore that exchanges rows with the slots of ResidentRows instead of the mapped file.
 
-    The host finds the slots, and therefore waits for ids on a GPU. If records must be read from the
-    file, the host also waits for earlier exchanges.
+    A GPU finds the slots of its ids if all have one, and the host waits for this. Otherwise the
+    host waits for earlier exchanges, and reads records from the file.
     Fields that another table has, such as state that the file lacks, are exchanged with that table.
     """
 
@@ -38,6 +39,8 @@ class ResidentStore(StoreInSlots):
         super().__init__(table, held_dtype, rounding)
         self._resident = resident
         self._ids_stream = SideStream("ids")
+        self._in_slots: _InSlots | None = None
+        """The fields of the last exchange."""
 
     def exchange(
         self, names: Iterable[str], outgoing: Block | None, incoming: Block | None
@@ -84,6 +87,11 @@ class ResidentStore(StoreInSlots):
         self._resident.write_back()
         super().write(ids, rows)
 
+    def settle(self, device: torch.device) -> None:
+        """See RowStore.settle."""
+        self._in_slots = None
+        super().settle(device)
+
     def write_back(self) -> None:
         """Writes resident rows to the file; see ResidentRows.write_back."""
         self._resident.write_back()
@@ -101,44 +109,63 @@ class ResidentStore(StoreInSlots):
         out = outgoing or Block([field[:0] for field in one.rows], one.ids[:0])
         into = incoming or Block([field[:0] for field in one.rows], one.ids[:0])
         self._resident.fields(["weight"])  # raises in a forked child that cannot access the memory
-        device, number = one.ids.device, len(out.ids)
+        device, number, begun = one.ids.device, len(out.ids), None
         are_ready = all(block.are_ready for block in (outgoing, incoming) if block is not None)
-        wait = current_stream(device).synchronize if are_ready and one.ids.is_cuda else None
-        with self._ids_stream.after(device) if wait else nullcontext():
-            # Without `wait` this also waits for earlier exchanges on the current stream.
-            ids = torch.cat([out.ids, into.ids]).cpu()
-        table = self._table.table_of("weight")
-        of_file = [self._table.table_of(name) is table for name in names]
-        in_host_memory = [k for k, is_of_file in enumerate(of_file) if not is_of_file]
-        with self._resident.slots(ids, number, wait) as found:
-            slots, order = self._on_device(found, device)
-            chosen = [(k, name) for k, name in enumerate(names) if of_file[k]]
+        with self._resident.lease() as lease:
+            # Ids that are not ready are written by work on the current stream.
+            with self._ids_stream.after(device) if are_ready else nullcontext():
+                ids = torch.cat([out.ids, into.ids])
+                if ids.is_cuda:
+                    begun = self._resident.begin_find(ids, number, lease)
+            if begun is not None and are_ready:
+                self._ids_stream.join()
+                begun.record_stream(current_stream(device))
+            in_slots = self._fields_in_slots(names, host_fields)
+            if begun is not None and self._resident.end_find(lease):
+                slots = begun
+            else:  # the copy of the ids waits for earlier exchanges
+                slots = self._resident.find(ids.cpu(), number, lease).to(device)
             exchange_rows(
-                self._resident.fields(name for _, name in chosen),
-                [out.rows[k] for k, _ in chosen],
-                *_by_slot(out, slots[:number], order[:number]),
-                [into.rows[k] for k, _ in chosen],
-                *_by_slot(into, slots[number:], order[number:]),
+                in_slots.fields,
+                [out.rows[k] for k in in_slots.indices],
+                *(out.ids, out.places),
+                [into.rows[k] for k in in_slots.indices],
+                *(into.ids, into.places, 1, None, None, slots[:number], slots[number:]),
             )
-            if in_host_memory:
+            if others := in_slots.others:
                 exchange_rows(
-                    [host_fields[k] for k in in_host_memory],
-                    [out.rows[k] for k in in_host_memory],
+                    [host_fields[k] for k in others],
+                    [out.rows[k] for k in others],
                     *(out.ids, out.places),
-                    [into.rows[k] for k in in_host_memory],
+                    [into.rows[k] for k in others],
                     *(into.ids, into.places),
                 )
 
-    def _on_device(self, tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-        """Copies tensors from the CPU; the host does not wait for the current stream of a GPU."""
-        if device.type == "cpu":
-            return tensors
-        with self._ids_stream.after(device):
-            copies = [tensor.to(device) for tensor in tensors]
-        self._ids_stream.join()
-        for copy in copies:
-            copy.record_stream(current_stream(device))
-        return copies
+    def _fields_in_slots(self, names: Iterable[str], host_fields: Sequence[Tensor]) -> _InSlots:
+        """Returns which of the fields are in slots."""
+        if self._in_slots is None or self._in_slots.host_fields is not host_fields:
+            table = self._table.table_of("weight")
+            of_file = [self._table.table_of(name) is table for name in names]
+            self._in_slots = _InSlots(
+                host_fields,
+                self._resident.fields(name for k, name in enumerate(names) if of_file[k]),
+                [k for k, is_of_file in enumerate(of_file) if is_of_file],
+                [k for k, is_of_file in enumerate(of_file) if not is_of_file],
+            )
+        return self._in_slots
+
+
+class _InSlots(NamedTuple):
+    """Which fields of an exchange are in slots."""
+
+    host_fields: Sequence[Tensor]
+    """The fields of the host tables."""
+    fields: Sequence[Tensor]
+    """All slots of each field of the file."""
+    indices: Sequence[int]
+    """Which of the fields these are."""
+    others: Sequence[int]
+    """Which of the fields are in another table."""
 
 
 def store_of(
@@ -149,11 +176,6 @@ def store_of(
     if resident is None:
         return RowStore(table, held_dtype, rounding)
     return ResidentStore(table, resident, held_dtype, rounding)
-
-
-def _by_slot(block: Block, slots: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns slots, and the places of their rows in a block."""
-    return slots, order if block.places is None else block.places[order]
 
 
 def _parts_of(block: Block | None, most: int) -> Iterator[Block]:

@@ -32,7 +32,13 @@ from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.record_layout import Fields, Record, lay_out, weight_and_state
-from speedtorch.table.resident_rows import MAX_SLOTS, ResidentReport, ResidentRows, reading_only
+from speedtorch.table.resident_rows import (
+    MAX_SLOTS,
+    ResidentReport,
+    ResidentRows,
+    index_shape,
+    reading_only,
+)
 from speedtorch.table.table_handle import TableHandle
 
 __all__ = [
@@ -360,7 +366,10 @@ class HostTable:
         self._set_memory(placement, *_laid_out(placement.data, self.rows, layout))
         if slots is not None and placement.descriptor is not None:
             try:
-                self.resident = ResidentRows(slots, placement.descriptor, str(placement.path))
+                length, width = index_shape(slots.rows)
+                index = HostTable.from_fields(length, {"index": (width, torch.uint8)})
+                file = placement.descriptor, str(placement.path)
+                self.resident = ResidentRows(slots, index, self.rows, *file)
             except BaseException:
                 placement.remove_file()
                 raise

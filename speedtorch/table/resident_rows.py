@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from speedtorch.memory.byte_count import text_of
 from speedtorch.ops.functions import (
+    resident_begin_find,
     resident_close,
     resident_counts,
+    resident_end_find,
     resident_open,
     resident_read_ahead,
     resident_release,
@@ -27,7 +28,14 @@ from speedtorch.ops.functions import (
     wait_for_rows,
 )
 
-__all__ = ["MAX_SLOTS", "ResidentReport", "ResidentRows", "Slots", "reading_only"]
+__all__ = [
+    "MAX_SLOTS",
+    "Lease",
+    "ResidentReport",
+    "ResidentRows",
+    "index_shape",
+    "reading_only",
+]
 
 MAX_SLOTS = 2**31 - 2
 _lease_numbers = count()
@@ -59,24 +67,24 @@ class ResidentReport(NamedTuple):
     """Records that prefetch() began to read before their step, into the page cache."""
 
 
-class Slots(Protocol):
-    """The memory of the slots: a HostTable with the same fields."""
+class _Memory(Protocol):
+    """What this module needs of a HostTable."""
 
     rows: int
     record_bytes: int
 
     def rows_of(self, field: str) -> Tensor:
-        """All slots of a field."""
+        """All rows of a field."""
 
     @property
     def record(self) -> Tensor:
-        """All slots."""
+        """All records."""
 
     def close(self) -> None:
         """Frees the memory."""
 
 
-class _Lease:
+class Lease:
     """Keeps slots until release(), at the latest until this object is freed."""
 
     _handle = number = -1  # names no lease, if __init__ is interrupted
@@ -98,22 +106,26 @@ class ResidentRows:
 
     A changed record is written to the file when its slot gets another row, and by write() and
     write_back(). A module of the table serializes its own calls. Garbage collection or another
-    thread may call write() and write_back() within slots(). A forked child begins with empty slots,
+    thread may call write() and write_back() during a lease. A forked child begins with empty slots,
     because its parent process writes the changed records.
 
     Args:
-        slots: The memory of the slots.
-        descriptor, path: The open file, whose record r begins at byte `r * record_bytes`.
+        slots: The memory of the slots: a table with the same fields.
+        index: A table whose records are the memory of the index, of index_shape().
+        rows, descriptor, path: The number of records and the open file, whose record r begins at
+            byte `r * record_bytes`.
     """
 
-    def __init__(self, slots: Slots, descriptor: int, path: str) -> None:
-        self._slots, self._path, self._process = slots, path, os.getpid()
+    def __init__(
+        self, slots: _Memory, index: _Memory, rows: int, descriptor: int, path: str
+    ) -> None:
+        self._slots, self._index, self._path = slots, index, path
         self._exchanges, self._counts_before, self._has_warned = 0, (0, 0, 0), False
         records = slots.record.view(torch.uint8).view(slots.rows, slots.record_bytes)
-        self._handle = resident_open(records, descriptor)
+        self._handle = resident_open(records, index.record, descriptor, rows)
         # In a garbage cycle this finalizer runs before the last step's rows are written back. The
         # rows of that step are then written to the mapped file.
-        self._closer = weakref.finalize(self, _close, self._handle, path, self._process)
+        self._closer = weakref.finalize(self, _close, self._handle, path, os.getpid())
 
     @property
     def is_open(self) -> bool:
@@ -130,54 +142,63 @@ class ResidentRows:
         return [self._slots.rows_of(name) for name in names]
 
     @contextmanager
-    def slots(
-        self, ids: Tensor, changing: int, wait: Callable[[], None] | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Context manager that yields the slots of ids `[n]` on the CPU, at most `count` ids.
-
-        Also yields positions; see resident_slots(). The ids keep their slots until the end of the
-        `with` block, whose body may write the records of the first `changing` ids. If records must
-        be read, `wait` is called first to wait for the GPU, unless the caller has waited. Raises
-        OSError if the file cannot be read or written, or other blocks keep too many slots. No
-        change is lost then.
-        """
-        self._drop_inherited()
-        self._exchanges += 1
-        if self._exchanges % _WINDOW == 0:
-            self._warn_if_few()
-        lease = _Lease(self._handle)
+    def lease(self) -> Iterator[Lease]:
+        """Context manager whose end releases the slots that find() keeps for the lease."""
+        lease = Lease(self._handle)
         try:
-            given = (self._handle, ids, changing, lease.number)
-            slots, order, failure = resident_slots(*given, wait is not None)
-            if wait is not None and int(failure[0]) == errno.EAGAIN:
-                wait()
-                slots, order, failure = resident_slots(*given)
-            _raise(failure, "reading or writing", self._path)
-            yield slots, order
+            yield lease
         finally:
             lease.release()
 
+    def find(self, ids: Tensor, changing: int, lease: Lease) -> Tensor:
+        """Returns the slots of ids `[n]` on the CPU, at most `count` ids.
+
+        The ids keep their slots until the end of the lease. Until then the caller may write the
+        records of the first `changing` ids. The caller must have waited for the GPU. Raises OSError
+        if the file cannot be read or written, or other leases keep too many slots. No change is
+        lost then.
+        """
+        self._count_exchange()
+        slots, failure = resident_slots(self._handle, ids, changing, lease.number)
+        _raise(failure, "reading or writing", self._path)
+        return slots
+
+    def begin_find(self, ids: Tensor, changing: int, lease: Lease) -> Tensor:
+        """Queues a kernel that does the same for ids `[n]` on a GPU, if end_find() returns True.
+
+        The caller need not have waited for the GPU.
+        """
+        return resident_begin_find(self._handle, ids, changing, lease.number)
+
+    def end_find(self, lease: Lease) -> bool:
+        """Whether begin_find() has found slots of all ids.
+
+        Waits for its kernel, unless all rows of the file have slots.
+        """
+        if not resident_end_find(self._handle, lease.number):
+            return False
+        self._count_exchange()
+        return True
+
     def read_ahead(self, ids: Tensor) -> None:
-        """Begins to read the records of ids `[n]` on the CPU that a later slots() needs."""
+        """Begins to read the records of ids `[n]` on the CPU that a later find() needs."""
         if self.is_open:
             resident_read_ahead(self._handle, ids)
 
     def write(self, ids: Tensor) -> None:
-        """Writes the changed records among these ids `[n]` to the file. Raises like slots().
+        """Writes the changed records among these ids `[n]` to the file. Raises like find().
 
         The caller must have waited for the GPU.
         """
         if self.is_open:
-            self._drop_inherited()
             _raise(resident_write(self._handle, ids, False), "writing", self._path)
 
     def write_back(self) -> None:
-        """Writes all changed records to the file. Raises like slots().
+        """Writes all changed records to the file. Raises like find().
 
         Empties the slots, because the caller may change the file, except in reading_only(True).
         """
         if self.is_open:
-            self._drop_inherited()
             _write_back(self._handle, self._path, keep=_only_reads.get())
 
     def report(self) -> ResidentReport:
@@ -196,6 +217,11 @@ class ResidentRows:
             wait_seconds=wait_ns / 1e9,
             read_ahead=ahead,
         )
+
+    def _count_exchange(self) -> None:
+        self._exchanges += 1
+        if self._exchanges % _WINDOW == 0:
+            self._warn_if_few()
 
     def _warn_if_few(self) -> None:
         """Warns once if all slots are in use, but most rows of the last exchanges had none."""
@@ -220,11 +246,12 @@ class ResidentRows:
         """Frees the slots after write_back()."""
         self._closer()
         self._slots.close()
+        self._index.close()
 
-    def _drop_inherited(self) -> None:
-        if self._process != os.getpid():
-            resident_write(self._handle, torch.empty(0, dtype=torch.int64), True)
-            self._process = os.getpid()
+
+def index_shape(slots: int) -> tuple[int, int]:
+    """The shape of the index of so many slots, in bytes; see resident_open()."""
+    return slots + 2, 32
 
 
 @contextmanager

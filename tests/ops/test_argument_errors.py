@@ -247,6 +247,18 @@ ON_CPU: Faults = {
         ),
         ("load_count", nothing, "evict_count and load_count must be passed together"),
     ],
+    "exchange_rows, at host rows": [
+        *(
+            (name, spoil, f"{name} {message}")
+            for name in ("evict_rows", "load_rows")
+            for spoil, message in (
+                (give(1, 1), r"has shape \[2\], expected \[[43]\]"),
+                (double, f"{INT64} tensor"),
+            )
+        ),
+        *((name, nothing, "must be passed together") for name in ("evict_rows", "load_rows")),
+        ("evict_count", lambda _: torch.tensor([1]), "must be passed together"),
+    ],
     "exchange_cached": [
         ("cache", lambda cache: [rows[:0] for rows in cache], "cache must have at least one slot"),
         ("hot", lambda hot: hot.float(), "hot must be a contiguous int32"),

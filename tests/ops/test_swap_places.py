@@ -56,6 +56,68 @@ def test_rows_go_from_and_to_their_places(
         assert_same_bytes(actual, wanted)
 
 
+@MEMORY
+@pytest.mark.parametrize("counts", [(0, 0), (0, 7), (9, 0), (20, 30)], ids=str)
+@pytest.mark.parametrize("with_places", [False, True])
+def test_rows_go_from_and_to_their_host_rows(
+    device: str, counts: tuple[int, int], with_places: bool, memory: str
+) -> None:
+    first, row_of = 10**12, some(ROWS, ROWS, 9, ascending=False)  # the host row of `first`, ...
+    evict, load = (some(count, ROWS, seed) for seed, count in enumerate(counts))
+    places = [some(len(ids), 60, 3, ascending=False) for ids in (evict, load)]
+    if not with_places:
+        places = [torch.arange(len(ids)) for ids in (evict, load)]
+    fields = {f"f{k}": shape for k, shape in enumerate(SHAPES)}
+    table = speedtorch.HostTable.from_fields(ROWS, fields, memory)
+    for k, name in enumerate(fields):
+        table[name].copy_(random_rows(ROWS, *SHAPES[k], seed=k))
+    leaving, arriving = (
+        [random_rows(60, *shape, seed=seed) for shape in SHAPES] for seed in (5, 6)
+    )
+    given = [tensor.to(device) for tensor in arriving]
+    lists = [
+        (ids.to(device) + first, place.to(device) if with_places else None)
+        for ids, place in zip((evict, load), places, strict=True)
+    ]
+    expected = [table[name].cpu()[row_of] for name in fields]
+    exchange_rows(
+        *([table[name] for name in fields], [tensor.to(device) for tensor in leaving]),
+        *(*lists[0], given, *lists[1], 1, None, None),
+        *(row_of[ids].to(device) for ids in (evict, load)),
+    )
+    speedtorch.synchronize()
+    reference.optimizer_state_swap(
+        *(expected, leaving, evict, arriving, load), evict_places=places[0], load_places=places[1]
+    )
+    for name, side, rows_after, loaded in zip(fields, given, expected, arriving, strict=True):
+        assert_same_bytes(table[name].cpu()[row_of], rows_after)
+        assert_same_bytes(side, loaded)
+
+
+@pytest.mark.parametrize("which", ["evict", "load"])
+@pytest.mark.parametrize("bad", [ROWS, -1])
+def test_a_bad_host_row_is_an_error_and_is_not_moved(device: str, bad: int, which: str) -> None:
+    table = speedtorch.HostTable(ROWS, 2).normal_(seed=0)
+    before = table["weight"].clone()
+    sides = [torch.full((2, 2), float(number), device=device) for number in (1, 2)]
+    ids, none = torch.tensor([70, 80], device=device), torch.zeros(0, 2, device=device).long()[:, 0]
+    host_rows = torch.tensor([bad, 3], device=device)
+    lists = {"evict": (none, none), "load": (none, none)} | {which: (ids, host_rows)}
+    with pytest.raises(IndexError, match=f"id {bad} at position 0 of {which}.* is out of range"):
+        exchange_rows(
+            *([table["weight"]], sides[:1], lists["evict"][0], None, sides[1:], lists["load"][0]),
+            *(None, 1, None, None, lists["evict"][1], lists["load"][1]),
+        )
+        speedtorch.synchronize()
+    speedtorch.synchronize()  # said once
+    if device == "cpu":
+        assert torch.equal(table["weight"], before) and sides[1].eq(2).all()
+    else:  # the other entry is moved
+        before[3] = 1 if which == "evict" else before[3]
+        assert torch.equal(table["weight"], before)
+        assert torch.equal(sides[1][1].cpu(), before[3]) == (which == "load")
+
+
 PLAN = speedtorch.plan_rows(torch.tensor([0, 1]), ROWS)
 BAD = {
     "out of range": ([1, 50], [0, 1], "id 50 at position 1 of {ids} is out of range.* 50 rows"),

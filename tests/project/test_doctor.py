@@ -220,7 +220,7 @@ def test_random_reads_of_a_folder_are_counted(
 ) -> None:
     found = doctor.check_folder(str(tmp_path), 3 * doctor._PAGE_BYTES).found
     assert re.fullmatch(r".*, 12.0 KiB; [1-9]\S* random reads of 4 KiB a second", found)
-    failed = (None, None, torch.tensor([errno.EIO, 0]))
+    failed = (None, torch.tensor([errno.EIO, 0]))
     monkeypatch.setattr(doctor, "resident_slots", lambda *_: failed)
     finding = finding_of(doctor.check_folder, str(tmp_path), 4096)
     assert finding.status == "wrong" and "Input/output error" in finding.found

@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from conftest import NEEDS_GPU
 from file_faults import opened_as
 from torch import Tensor, nn, optim
 from warm_python import run_warm
@@ -27,8 +28,10 @@ from warm_python import run_warm
 import speedtorch
 from speedtorch import HostTable
 from speedtorch.ops.functions import (
+    resident_begin_find,
     resident_close,
     resident_counts,
+    resident_end_find,
     resident_open,
     resident_read_ahead,
     resident_release,
@@ -569,14 +572,12 @@ def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
 
 
 def slots_of(handle: int, ids: Tensor, changing: int, lease: int) -> list[Tensor]:
-    """The slots of a new lease in the order of the ids, and the failure."""
-    found, order, failure = resident_slots(handle, ids, changing, lease)
-    slots = torch.full_like(found, -1)
-    if not failure[0]:
-        for part in (slice(changing), slice(changing, None)):
-            assert torch.equal(found[part], found[part].sort().values)
-            slots[part][order[part]] = found[part]
-    return [slots, failure]
+    """The slots of a new lease on the CPU, and the failure. The ids may be on a GPU."""
+    if ids.is_cuda:
+        slots = resident_begin_find(handle, ids, changing, lease)
+        if resident_end_find(handle, lease):
+            return [slots.cpu(), torch.zeros(2)]
+    return list(resident_slots(handle, ids.cpu(), changing, lease))
 
 
 def found_in(handle: int, ids: Tensor, changing: int, lease: int = 1) -> list[Tensor]:
@@ -585,6 +586,11 @@ def found_in(handle: int, ids: Tensor, changing: int, lease: int = 1) -> list[Te
         return slots_of(handle, ids, changing, lease)
     finally:
         resident_release(handle, lease)
+
+
+def index_of(slots: int) -> Tensor:
+    """Memory for an index, with bytes that mean nothing."""
+    return torch.full(resident_rows.index_shape(slots), 77, dtype=torch.uint8)
 
 
 Open = Callable[[int, int], tuple[int, Tensor, Path]]
@@ -596,11 +602,13 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     closers: list[Callable[[], object]] = []
 
     def make(rows: int, slots: int) -> tuple[int, Tensor, Path]:
-        path = tmp_path / "records"
+        path = tmp_path / f"records {len(closers)}"
         np.arange(rows, dtype=np.int64).repeat(2).tofile(path)
         descriptor = os.open(path, os.O_RDWR)
         memory = torch.zeros(slots, 16, dtype=torch.uint8)
-        handle = resident_open(memory, descriptor)
+        # A GPU reads the index, and the host the slots.
+        index = speedtorch.empty(resident_rows.index_shape(slots), dtype=torch.uint8).fill_(77)
+        handle = resident_open(memory, index, descriptor, rows)
         closers.extend((lambda: resident_close(handle), lambda: os.close(descriptor)))
         return handle, memory.view(torch.int64), path
 
@@ -611,7 +619,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slots", [1, 2, 7, 64, 700])
-def test_slots_have_the_records_of_their_rows(opened: Open, slots: int, seed: int) -> None:
+def test_slots_have_the_records_of_their_rows(
+    opened: Open, slots: int, seed: int, device: str
+) -> None:
     draws = random.Random(seed)
     rows = 400
     handle, memory, path = opened(rows, slots)
@@ -622,7 +632,8 @@ def test_slots_have_the_records_of_their_rows(opened: Open, slots: int, seed: in
         changing = len(dict.fromkeys(ids)) if draws.random() < 0.7 else 0
         ids = [*dict.fromkeys(ids)] if changing else ids
         changing = draws.randint(0, changing)
-        found, failure = found_in(handle, torch.tensor(ids, dtype=torch.int64), changing)
+        given = torch.tensor(ids, dtype=torch.int64, device=device)
+        found, failure = found_in(handle, given, changing)
         assert failure.tolist()[0] == 0
         assert memory[found, 0].tolist() == memory[found, 1].tolist() == mirror[ids].tolist()
         value = 1000 * call
@@ -641,20 +652,63 @@ def test_slots_have_the_records_of_their_rows(opened: Open, slots: int, seed: in
     assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
 
 
-def test_only_hits_access_no_record(opened: Open) -> None:
+@NEEDS_GPU
+def test_a_gpu_that_misses_a_row_accesses_no_record(opened: Open) -> None:
     handle, memory, path = opened(10, 3)
-    *_, failure = resident_slots(handle, torch.tensor([4, 2]), 1, 0, True)
-    assert failure.tolist() == [errno.EAGAIN, 4]
+    for ids in ([4, 2], []):
+        resident_begin_find(handle, torch.tensor(ids, device="cuda").long(), 0, 0)
+        assert not resident_end_find(handle, 0)
     assert resident_counts(handle).tolist() == [0] * 7
     found_in(handle, torch.tensor([2, 4, 5]), 2)
     memory.fill_(7)
-    assert resident_slots(handle, torch.tensor([4, 1]), 0, 0, True)[2].tolist() == [errno.EAGAIN, 1]
+    resident_begin_find(handle, torch.tensor([4, 1], device="cuda"), 0, 0)
+    assert not resident_end_find(handle, 0)
     assert np.fromfile(path, np.int64).tolist() == np.arange(10).repeat(2).tolist()
-    *found, failure = resident_slots(handle, torch.tensor([4, 2, 5]), 1, 0, True)
-    assert failure.tolist()[0] == 0
-    assert sorted(found[0].tolist()) == [0, 1, 2] and (memory == 7).all()
+    found = resident_begin_find(handle, torch.tensor([4, 2, 5], device="cuda"), 1, 0)
+    assert resident_end_find(handle, 0) and resident_end_find(handle, 0)
+    assert sorted(found.tolist()) == [0, 1, 2] and (memory == 7).all()
     resident_release(handle, 0)
+    assert not resident_end_find(handle, 0)
     assert resident_counts(handle).tolist()[1:3] == [3, 3]
+
+
+@NEEDS_GPU
+def test_nobody_waits_for_slots_if_all_rows_have_one(opened: Open) -> None:
+    handle, memory, path = opened(10, 10)
+    found_in(handle, torch.arange(10), 0)
+    ids = torch.tensor([7, 2, 5], device="cuda")
+    for lease in range(3):
+        torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
+        slots = resident_begin_find(handle, ids, 2, lease)
+        assert resident_end_find(handle, lease)
+        assert not torch.cuda.current_stream().query()
+        if lease == 1:  # slots that are still searched are kept
+            assert resident_write(handle, None, True).tolist()[0] == 0
+            assert resident_counts(handle).tolist()[0] == 3
+        resident_release(handle, lease)
+        assert memory[slots.cpu(), 0].tolist() == [7, 2, 5]
+        found_in(handle, torch.arange(10), 0)
+    memory[slots.cpu()] = 99
+    assert resident_counts(handle).tolist()[1] == 3 + 10 + 3 + 3 + 3 + 10
+    assert resident_write(handle, None, True).tolist()[0] == 0  # the kernel has marked the changes
+    stored = np.fromfile(path, np.int64).reshape(-1, 2)[:, 0].tolist()
+    assert stored == [0, 1, 99, 3, 4, 5, 6, 99, 8, 9]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("writes", [False, True])
+def test_slots_that_a_gpu_found_are_kept_without_its_end(opened: Open, writes: bool) -> None:
+    handle, memory, path = opened(10, 3)
+    found_in(handle, torch.tensor([4, 5, 6]), 0)
+    found = resident_begin_find(handle, torch.tensor([4, 5], device="cuda"), 1, 2)
+    if writes:  # another thread, before the change is there
+        assert resident_write(handle, None, True).tolist()[0] == 0
+    assert found_in(handle, torch.tensor([7, 8]), 0)[1].tolist() == [errno.EBUSY, 8]
+    assert resident_end_find(handle, 2)
+    memory[found[0].cpu()] = 99
+    resident_release(handle, 2)
+    assert found_in(handle, torch.tensor([7, 8, 9]), 0)[1].tolist()[0] == 0
+    assert np.fromfile(path, np.int64).reshape(-1, 2)[4:6].tolist() == [[99, 99], [5, 5]]
 
 
 def test_many_records_are_read_at_once(opened: Open) -> None:
@@ -672,7 +726,7 @@ def test_a_row_that_two_threads_find_counts_once(opened: Open) -> None:
     for _ in range(20):
         ids = (torch.rand(5000, generator=generator) ** 2 * 30_000).long().unique()
         both = torch.cat([ids, ids.flip(0)])
-        found = [found_in(once[0], ids, len(ids))[0], found_in(twice[0], both, len(ids))[0]]
+        found = [found_in(once[0], ids, 0)[0], found_in(twice[0], both, len(ids))[0]]
         assert torch.equal(found[1][: len(ids)], found[1][len(ids) :].flip(0))
         assert torch.equal(found[0], found[1][: len(ids)])  # the same rows were evicted
         assert torch.equal(twice[1][found[1], 0], both)
@@ -754,7 +808,7 @@ def test_a_file_that_was_cut_off_is_an_error(opened: Open) -> None:
 def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
     descriptor = os.open("/dev/full", os.O_RDWR)
     memory = torch.zeros(1, 16, dtype=torch.uint8)
-    handle = resident_open(memory, descriptor)
+    handle = resident_open(memory, index_of(1), descriptor, 10)
     (slot,), _ = found_in(handle, torch.tensor([5]), 1)
     memory[slot] = 7
     assert found_in(handle, torch.tensor([6]), 0)[1].tolist() == [errno.ENOSPC, 5]
@@ -765,9 +819,34 @@ def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
     os.close(descriptor)
 
 
-def test_a_lease_keeps_its_slots_and_their_changes(opened: Open) -> None:
+@NEEDS_GPU
+def test_a_gpu_finds_rows_and_marks_changes(opened: Open) -> None:
+    rows, generator, hits = 50_000, torch.Generator().manual_seed(2), 0
+    handle, memory, path = opened(rows, 12_000)
+    mirror = torch.arange(rows)
+    for call in range(60):
+        ids = (torch.rand(3000, generator=generator) ** 3 * 600).long().unique()
+        changing = call * 7 % len(ids)
+        before = resident_counts(handle)[1]
+        slots, failure = found_in(handle, ids.cuda(), changing)
+        hits += int(resident_counts(handle)[1] - before == len(ids))
+        assert failure[0] == 0 and torch.equal(memory[slots, 1], mirror[ids])
+        memory[slots[:changing]] = call
+        mirror[ids[:changing]] = call
+        if call % 13 == 5:  # few slots keep their rows
+            assert found_in(handle, torch.arange(30_000, 41_000), 0)[1][0] == 0
+        if call % 9 == 8:
+            assert resident_write(handle, None, call % 2 == 0)[0] == 0
+            assert np.array_equal(np.fromfile(path, np.int64)[::2], mirror)
+    assert 5 < hits < 55
+    _, hit_rows, misses, *_ = resident_counts(handle).tolist()
+    assert hit_rows > misses > 0
+
+
+def test_a_lease_keeps_its_slots_and_their_changes(opened: Open, device: str) -> None:
     handle, memory, path = opened(10, 3)
-    slots, _ = slots_of(handle, torch.tensor([4, 5]), 1, 2)
+    assert found_in(handle, torch.tensor([4, 5]), 0)[1].tolist()[0] == 0  # a GPU finds only hits
+    slots, _ = slots_of(handle, torch.tensor([4, 5], device=device), 1, 2)
     assert resident_write(handle, None, True).tolist()[0] == 0  # before the change is there
     assert found_in(handle, torch.tensor([6]), 0)[1].tolist()[0] == 0
     assert found_in(handle, torch.tensor([7, 8]), 0)[1].tolist() == [errno.EBUSY, 8]
@@ -779,7 +858,7 @@ def test_a_lease_keeps_its_slots_and_their_changes(opened: Open) -> None:
 
 
 def test_a_lease_whose_begin_was_interrupted_ends_without_an_error() -> None:
-    resident_rows._Lease.__new__(resident_rows._Lease).release()
+    resident_rows.Lease.__new__(resident_rows.Lease).release()
 
 
 def test_used_rows_stay_longer_than_others(opened: Open) -> None:
@@ -796,6 +875,8 @@ def test_wrong_arguments_of_the_ops(opened: Open) -> None:
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
         found_in(-1, torch.arange(2), 0)
+    with pytest.raises(ValueError, match="no open rows have the handle -1"):
+        resident_end_find(-1, 0)
     with pytest.raises(ValueError, match="resident_slots: rows"):
         found_in(handle, torch.arange(5), 0)
     with pytest.raises(ValueError, match="resident_slots: changing"):
@@ -807,5 +888,14 @@ def test_wrong_arguments_of_the_ops(opened: Open) -> None:
     with pytest.raises(ValueError, match="resident_read_ahead: rows must be"):
         resident_read_ahead(handle, torch.arange(2).int())
     with pytest.raises(ValueError, match="slots must be uint8"):
-        resident_open(memory, 0)
+        resident_open(memory, index_of(10), 0, 1)
+    with pytest.raises(ValueError, match="rows must be on a GPU"):
+        resident_begin_find(handle, torch.arange(2), 0, 0)
+    slots, index = torch.zeros(4, 8, dtype=torch.uint8), index_of(4)
+    with pytest.raises(ValueError, match="index must be uint8"):
+        resident_open(slots, index.int(), 0, 1)
+    with pytest.raises(ValueError, match=r"index has shape \[5, 32\], expected \[6, 32\]"):
+        resident_open(slots, index_of(3), 0, 1)
+    with pytest.raises(ValueError, match="index must be aligned to 16 bytes"):
+        resident_open(slots, torch.zeros(193, dtype=torch.uint8)[1:].view(6, 32), 0, 1)
     assert resident_counts(handle).tolist()[0] == 0
