@@ -839,8 +839,6 @@ def test_a_gpu_finds_rows_and_marks_changes(opened: Open) -> None:
             assert resident_write(handle, None, call % 2 == 0)[0] == 0
             assert np.array_equal(np.fromfile(path, np.int64)[::2], mirror)
     assert 5 < hits < 55
-    _, hit_rows, misses, *_ = resident_counts(handle).tolist()
-    assert hit_rows > misses > 0
 
 
 def test_a_lease_keeps_its_slots_and_their_changes(opened: Open, device: str) -> None:
