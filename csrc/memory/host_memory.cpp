@@ -61,6 +61,11 @@ class StreamUses {
   // A stream may have two events if two threads use it at once.
   void add(const StreamName& stream, void* event) { uses_.push_back({stream, event}); }
   bool any() const { return !uses_.empty(); }
+  std::vector<void*> events() const {
+    std::vector<void*> all;
+    for (const Use& use : uses_) all.push_back(use.event);
+    return all;
+  }
   bool finished() const {
     return std::all_of(uses_.begin(), uses_.end(), [](const Use& use) {
       return succeeded(cuda_calls().event_query(use.event));
@@ -484,6 +489,17 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   }
   check_cuda(error, what);
   if (is_foreign) drop_finished();
+}
+
+void wait_for_uses(const char* op, const Tensor& table) {
+  std::vector<void*> events;
+  {
+    OpenRegistry all;
+    const Block* const block = all.find(table.data_ptr());
+    if (block != nullptr && block->maker == process_id()) events = block->uses.queued.events();
+  }
+  const RelaxedCapture while_capturing;
+  for (void* const event : events) check_cuda(cuda_calls().event_synchronize(event), op);
 }
 
 // ---- ops

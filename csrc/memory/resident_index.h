@@ -1,5 +1,5 @@
-// Which row of a file each slot has, in memory that the host and GPUs read: the slots, a hash table
-// of their rows, and a list of found slots. Includes no CUDA or torch header.
+// Which row of a file each slot has, in host memory that GPUs read and mark: the slots, a hash
+// table of their rows, and a list of found slots. Includes no CUDA or torch header.
 #pragma once
 
 #include <algorithm>
@@ -38,19 +38,19 @@ struct ResidentIndex {
   int64_t slot_count;
   // A hash table with open addressing. Its size is a power of 2, and at most two thirds of it are
   // used. An entry is 0 or `slot_mask & (1 + a slot)`, and in the other bits a part of the hash of
-  // the slot's row, so that few slots of other rows are looked at.
+  // the slot's row, so that a search reads few slots of other rows.
   uint32_t* table;
   uint64_t mask;
   uint32_t slot_mask;
-  int32_t* found;    // [slots]: what a kernel found last
+  int32_t* found;    // [slots]: the slots that the last kernel found
   int32_t* missing;  // not 0: the kernel did not find all rows
 
-  // At most 32 bytes a slot, and kBytesBeside.
-  static constexpr int64_t kBytesBeside = 32;
+  static constexpr int64_t kBytesBeside = 32;  // for `missing`
   static constexpr int64_t table_size(int64_t slot_count) {
     const auto slots = static_cast<uint64_t>(slot_count);
     return static_cast<int64_t>(std::bit_ceil(std::max(3 * slots / 2 + 1, kEntriesRead)));
   }
+  // At most 32 * (slots + 2).
   static constexpr int64_t bytes(int64_t slot_count) {
     return slot_count * 20 + 4 * table_size(slot_count) + kBytesBeside;
   }

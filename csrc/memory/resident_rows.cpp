@@ -15,6 +15,7 @@
 #include <limits>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "core/parallel_for.h"
 #include "core/process.h"
@@ -207,6 +208,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
   }
   // Changed rows were loaded by an earlier call, which counted their use. A row may be in both
   // parts, or twice in one, and two threads may find it.
+  const bool is_counted = std::exchange(missed_lease_, kNone) == lease;
   const auto mark = [&](int64_t first, int64_t end, bool is_use) {
     parallel_for(first, end, kRowsPerThread, [&](int64_t begin, int64_t last) {
       for (int64_t i = begin; i < last; ++i) {
@@ -220,7 +222,7 @@ FileFailure ResidentRows::find(const int64_t* rows, int64_t count, int64_t chang
       }
     });
   };
-  mark(changing, count, true);
+  mark(changing, count, !is_counted);
   mark(0, changing, false);
   calls_without_miss_ = missing.empty() ? calls_without_miss_ + 1 : 0;
   std::ranges::sort(missing);
@@ -290,7 +292,7 @@ void ResidentRows::await_found() {
     counts_.hits += found_count_;
   } else {
     leases_.erase(found_lease_);
-    found_lease_ = kNone;
+    missed_lease_ = std::exchange(found_lease_, kNone);
   }
 }
 

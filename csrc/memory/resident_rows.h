@@ -1,9 +1,10 @@
 // The most used records of a file, in slots of host memory. A slot has one record: the bytes of a
 // row. A changed record is written to the file when its slot gets another row, and by write().
 //
-// The caller must wait for the GPU before each call that may read or overwrite records. Between
-// calls only threads of read_ahead() exist, which access no slot. A forked child begins with empty
-// slots, because its parent writes the changed records.
+// The caller waits for GPU work on records under lock(), before each call that may read or
+// overwrite records. Between calls, threads of read_ahead() run, which access no slot, and at most
+// one kernel of begin_find(), which reads the index and marks slots. A forked child begins with
+// empty slots, because its parent writes the changed records.
 //
 // Between find() and release() the caller may read and write records in the slots that were found.
 // Other calls meanwhile, such as from garbage collection or another thread, do not empty these
@@ -56,14 +57,15 @@ class ResidentRows {
   // fails, no slot is kept and no change is lost. Fails with EBUSY if too few slots are free.
   FileFailure find(const int64_t* rows, int64_t count, int64_t changing, int64_t lease,
                    int64_t* slots);
-  // The same by a kernel, which `launch` queues, if all rows have slots. The kernel writes the
+  // Like find(), with a kernel that `launch` queues, but accesses no record. The kernel writes the
   // slots of `count` rows to the index, with `missing` if a row has none, and marks slots as find()
-  // does. `wait` waits for its end; the next call that needs the slots calls it.
+  // does. The next call that needs its results calls `wait`, as does the next begin_find().
   void begin_find(int64_t count, int64_t lease,
                   const std::function<void(const ResidentIndex&)>& launch,
                   std::function<void()> wait);
-  // Whether begin_find() found all rows of this lease. If not, it keeps no slot. Does not wait if
-  // all rows of the file have slots.
+  // Returns whether begin_find() found all rows of this lease. If not, the lease keeps no slot; the
+  // next find() for it counts no use of the rows that the kernel has counted. Does not wait if all
+  // rows of the file have slots.
   bool end_find(int64_t lease);
   // Waits for the kernel of begin_find(), if that is not done. If a row had no slot, ends its
   // lease.
@@ -100,7 +102,7 @@ class ResidentRows {
     const int64_t record_bytes;
     std::atomic<int> readers_ahead{0};
   };
-  static constexpr int64_t kNone = -1;
+  static constexpr int64_t kNone = kNoRow;
 
   char* record(int64_t slot) const { return memory_ + slot * record_bytes_; }
   // Empties all slots and forgets all leases.
@@ -127,7 +129,8 @@ class ResidentRows {
   std::unordered_map<int64_t, std::vector<int64_t>> leases_;
   int64_t found_lease_ = kNone;  // of the last begin_find(), while its slots are only in the index
   int64_t found_count_ = 0;
-  std::function<void()> wait_;  // for the kernel of begin_find(); empty after the wait
+  int64_t missed_lease_ = kNone;  // of the last begin_find() without slots for all rows
+  std::function<void()> wait_;    // for the kernel of begin_find(); empty after the wait
   int64_t resident_ = 0;
   int64_t hand_ = 0;
   int64_t hand_ahead_ = 0;  // where add_likely_victims() goes on

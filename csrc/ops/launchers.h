@@ -76,7 +76,8 @@ struct PlacedLists {
   // no valid entry.
   const int64_t* evict_count;
   const int64_t* load_count;
-  // The host row of each entry; null: the entry's id, or no entry.
+  // The host row of each entry; null: the entry's id, or no entry. Different ids have different
+  // host rows. Not with `all_or_none`.
   const int64_t* evict_rows;
   const int64_t* load_rows;
   // Whether one bad entry stops all moves. If so, ids that do not ascend are bad as well.

@@ -352,7 +352,7 @@ void swap_on_gpu(const Tensors& host, const std::vector<SwapTable>& tables, Plan
                                  stream.get()),
                kOp);
     all.mark_written();
-    // The lists are matched by id, from here on only their host rows count.
+    // The match is by id. The copies below use only host rows.
     if (placed != nullptr) {
       if (placed->evict_rows != nullptr) evict.unique = const_cast<int64_t*>(placed->evict_rows);
       if (placed->load_rows != nullptr) load.unique = const_cast<int64_t*>(placed->load_rows);
@@ -544,7 +544,7 @@ PlanView view_placed_on_cpu(const PlacedList& list, int64_t table_rows, bool mus
   }
   Ids host_rows = as_ids(list.rows ? *list.rows : list.ids);
   host_rows.count = view.count;
-  check_ids_on_cpu(kOp, (list.name + (list.rows ? "_rows" : "")).c_str(), host_rows, table_rows);
+  check_ids_on_cpu(kOp, list.name.c_str(), host_rows, table_rows);
   for (int64_t i = 0; i < view.count; ++i) {
     const int64_t id = view.unique[i], place = view.place(i);
     const bool unordered = must_ascend && i > 0 && id <= view.unique[i - 1];

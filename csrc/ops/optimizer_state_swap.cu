@@ -57,9 +57,9 @@ __device__ void report_entry(const PlanView& list, const int64_t* host_rows, int
 // reported if `found` is null. Ids must ascend only with `found`.
 __device__ bool check(const PlanView& list, const int64_t* host_rows, int64_t m, int64_t side_rows,
                       const Report& about, BadEntries* found) {
-  const int64_t id = host_rows[m];
+  const int64_t id = list.unique[m];
   IdError kind = IdError::kOutOfRange;
-  if (!is_outside(id, about.rows)) {
+  if (!is_outside(host_rows[m], about.rows)) {
     const bool unordered = found != nullptr && m > 0 && id <= list.unique[m - 1];
     if (!unordered && !is_outside(list.place(m), side_rows)) return true;
     kind = unordered ? IdError::kUnordered : IdError::kBadPlace;
@@ -315,10 +315,10 @@ struct MoveType {
 };
 
 // A group of `lanes` threads owns kRowsInFlight entries of both lists at a time; a lane owns
-// columns of their rows. Entry m of each list is the m-th in address order, so that both directions
-// work on the same part of the table and share its pages. No row is read and written at once,
-// because a row in both lists is not read from the host. The calling block is one of `blocks`
-// blocks that share the lists.
+// columns of their rows. Entry m of each list is the m-th in address order, unless the caller
+// passed host rows, so that both directions work on the same part of the table and share its pages.
+// No row is read and written at once, because a row in both lists is not read from the host. The
+// calling block is one of `blocks` blocks that share the lists.
 template <typename MoveType, typename Tables>
 __device__ void swap_rows(const Fields& fields, const Tables& tables, const PlanView& evict,
                           const PlanView& load, const SwapScratch& scratch, int lanes,

@@ -9,7 +9,6 @@
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
-#include "core/process.h"
 #include "core/registration.h"
 #include "memory/host_memory.h"
 #include "memory/resident_rows.h"
@@ -25,26 +24,7 @@ struct Opened {
         rows(file, file_rows, static_cast<char*>(slots.data_ptr()),
              static_cast<char*>(index.data_ptr()), slots.size(0), slots.size(1)) {}
 
-  ~Opened() {
-    if (process_exits() || process != process_id()) return;
-    for (const auto& [device, end] : ends) {
-      succeeded(cuda_calls().event_synchronize(end));  // the kernel may still read the index
-      succeeded(cuda_calls().event_destroy(end));
-    }
-  }
-  Opened(const Opened&) = delete;
-  Opened& operator=(const Opened&) = delete;
-
-  // An event of the current device, for the ends of kernels.
-  void* end_on(const char* op, int device) {
-    void*& end = ends[device];
-    if (end == nullptr) check_cuda(cuda_calls().event_create(&end), op);
-    return end;
-  }
-
-  const pid_t process = process_id();
   Tensor memory, index;
-  std::unordered_map<int, void*> ends;  // guarded by the lock of `rows`
   ResidentRows rows;
 };
 
@@ -77,8 +57,8 @@ void check_bytes(const char* op, const char* name, const Tensor& bytes) {
   check_contiguous(op, name, bytes);
 }
 
-// Returns a handle. `slots` is uint8 [slots, bytes of a record] on the CPU, `index` [slots + 2,
-// 32].
+// Returns a handle. `slots` is uint8 [slots, bytes of a record] on the CPU. `index` is uint8
+// [slots + 2, 32] on the CPU.
 int64_t resident_open(const Tensor& slots, const Tensor& index, int64_t file, int64_t file_rows) {
   constexpr const char* kOp = "resident_open";
   check_bytes(kOp, "slots", slots);
@@ -102,8 +82,12 @@ void check_rows(const char* op, const Opened& opened, const Tensor& rows, int64_
 
 void resident_close(int64_t handle) {
   Registry& all = registry();
+  std::shared_ptr<Opened> closed;  // freed after the lock
   const std::scoped_lock lock(all.mutex);
-  all.opened.erase(handle);
+  if (const auto place = all.opened.find(handle); place != all.opened.end()) {
+    closed = std::move(place->second);
+    all.opened.erase(place);
+  }
 }
 
 Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) {
@@ -122,40 +106,40 @@ Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int
   check_rows(kOp, *found, rows, changing);
   const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
   const auto lock = found->rows.lock();
+  wait_for_uses(kOp, found->memory);
   const FileFailure failure =
       found->rows.find(data_of(rows), rows.numel(), changing, lease, data_of(slots));
   return {slots, failure_of(kOp, failure, found->memory)};
 }
 
-// Queues a kernel that does the same for rows on a GPU if all of them have slots, which
-// resident_end_find tells. Returns the slots.
+// Queues a kernel that finds the slots of rows on a GPU, and returns them. They are valid if
+// resident_end_find returns true.
 Tensor resident_begin_find(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_begin_find";
   const auto found = opened_by(kOp, handle);
   check_list(kOp, "rows", rows, "rows", rows);
   check_rows(kOp, *found, rows, changing);
-  if (rows.is_cpu()) throw_value_error(kOp, "rows must be on a GPU; resident_slots takes others");
+  if (rows.is_cpu()) {
+    throw_value_error(kOp, "rows must be on a GPU. Pass rows on the CPU to resident_slots");
+  }
   const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
   if constexpr (kWithCuda) {
     const CurrentStream stream(kOp, rows);
-    const Rows index = as_rows(kOp, "index", found->index);
-    const Access access = gpu_access(kOp, found->index, index, stream.device());
+    const Rows memory = as_rows(kOp, "index", found->index);
+    const Access access = gpu_access(kOp, found->index, memory, stream.device());
+    const bool is_foreign = memory_kind(found->index) == static_cast<int64_t>(MemoryKind::kPinned);
+    if (access == Access::kNot || is_foreign || rows.numel() == 0) return slots;
     const auto lock = found->rows.lock();
-    if (access == Access::kNot || rows.numel() == 0) return slots;
-    const RelaxedCapture while_capturing;
-    void* const end = found->end_on(kOp, stream.device());
     found->rows.begin_find(
         rows.numel(), lease,
-        [&](const ResidentIndex& with) {
-          int error = launch_find_slots(with, data_of(rows), rows.numel(), changing, data_of(slots),
-                                        stream.get());
-          if (error == 0) error = cuda_calls().event_record(end, stream.get());
-          check_cuda(error, kOp);
+        [&](const ResidentIndex& index) {
+          TableUse use{found->index, memory, stream.queue()};
+          check_cuda(launch_find_slots(index, data_of(rows), rows.numel(), changing, data_of(slots),
+                                       stream.get()),
+                     kOp);
+          use.note();
         },
-        [end] {
-          const RelaxedCapture while_waiting;
-          check_cuda(cuda_calls().event_synchronize(end), kOp);
-        });
+        [index = found->index] { wait_for_uses(kOp, index); });
   }
   return slots;
 }
@@ -201,6 +185,7 @@ Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool fo
   const auto found = opened_by(kOp, handle);
   if (rows) check_list(kOp, "rows", *rows, "slots", found->memory);
   const auto lock = found->rows.lock();
+  wait_for_uses(kOp, found->memory);
   FileFailure failure;
   if (!rows || rows->numel() > 0) {
     failure = found->rows.write(rows ? data_of(*rows) : nullptr, rows ? rows->numel() : 0);

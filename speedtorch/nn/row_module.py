@@ -530,8 +530,8 @@ class RowModule(nn.Module):
         - After the first lookup of a step, announce() loads the rows at once, and the step must
           look up the tensors.
         - If the step looks up none of them, their rows do not change. The optimizer's step,
-          load_state_dict() and resize() end the announcement; zero_grad() before the lookups does
-          not.
+          load_state_dict(), resize() and the end of a prefetch() loop end the announcement;
+          zero_grad() before the lookups does not.
         - Several calls announce ids of one step, looked up in the order of the calls. If a later
           call's tensors are looked up first, the earlier calls are discarded. Ids that remain from
           a step that raised an exception are discarded in this way.

@@ -336,8 +336,9 @@ Without places (None), entry i of a list belongs to row i of its tensors. On a G
 that is out of range is skipped. Optional arguments follow. `tables`: `host` lists the fields of so
 many tables, one after another, and ids number the rows of all of them. `evict_count` and
 `load_count`, `[1]` on the device: only so many first entries of each list are moved. With these
-counts, a row in both lists is also written to host. `evict_rows` and `load_rows`: the host row of
-each entry if ids number something else, such as rows of a file; for one table without counts.
+counts, a row in both lists is also written to host. `evict_rows`, `load_rows`: the host row of
+each entry, if the ids are not host rows. Different ids must have different host rows. Pass both
+lists or neither, for one table without counts.
 """
 
 
@@ -389,9 +390,10 @@ Returns int64 `[chunks]`. Runs in the calling thread, without the GIL.
 resident_open: Callable[..., int] = _ops.resident_open
 """Opens slots for records of a file: `(slots, index, file, file_rows)`; returns a handle.
 
-`slots` is uint8 `[slots, bytes of a record]` on the CPU. `index` is uint8 `[slots + 2, 32]`, memory
-for which row each slot has, which a GPU may read. `file` is a descriptor, which the op duplicates.
-Record r begins at byte r times the bytes of a record; there are `file_rows` records.
+`slots` is uint8 `[slots, bytes of a record]` on the CPU. `index`, uint8 `[slots + 2, 32]` aligned
+to 16 bytes, stores the row of each slot. resident_begin_find() needs an index that GPUs can access.
+`file` is a descriptor, which the op duplicates. Record r begins at byte r times the bytes of a
+record; there are `file_rows` records.
 """
 
 
@@ -402,8 +404,9 @@ resident_close: Callable[[int], None] = _ops.resident_close
 resident_slots: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_slots
 """Finds slots: `(handle, rows, changing, lease)`. Reads records without a slot.
 
-The first `changing` rows then count as changed. Returns the slots of the rows; and the errno and
-the row of a failed file call, EBUSY if too few slots are free, or 0 as errno. Before a slot is
+Waits for earlier uses of the slots by GPUs. The first `changing` rows then count as changed.
+Returns the slots of the rows; and the errno and the row of a failed file call, EBUSY if too few
+slots are free, or 0 as errno. Before a slot is
 reused for another row, a changed row in it is written to the file. Rows keep their slots until
 resident_release(handle, lease).
 """

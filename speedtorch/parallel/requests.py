@@ -370,7 +370,10 @@ class Requests:
     def end_loop(self, loop: object) -> None:
         """See PlannedSteps.end_loop."""
         self._expected = None
+        before = self._exchange.steps.batches_over
         self._exchange.steps.end_loop(loop)
+        if self._exchange.steps.batches_over != before:  # it gave up announced ids
+            self._announced = []
 
     def _plan(self, batch: PlannedRequests) -> None:
         """Exchanges a batch's ids and plans the requested rows, after the batch before.

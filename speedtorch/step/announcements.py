@@ -41,7 +41,8 @@ class Announcements:
        batch gives it up by rule 1.
     4. An empty tensor may belong to any batch. An empty lookup therefore loads rows only of the
        latest batch, and none after a zero_grad() or an error that followed announce().
-    5. A step of the rows' optimizer, load_state_dict() and resize() give up all waiting ids.
+    5. A step of the rows' optimizer, load_state_dict(), resize() and the end of a prefetch() loop
+       give up all waiting ids.
 
     zero_grad() does not give up ids, so it may run between announce() and the lookups.
     """

@@ -198,12 +198,13 @@ class PlannedSteps:
 
     @serialized
     def end_loop(self, loop: object) -> None:
-        """Ends a loop: discards its planned batch and writes prefetched rows back."""
+        """Ends a loop: discards its planned and announced ids, and writes prefetched rows back."""
         held = self._held
         if self._loop() is not loop or held.is_inherited:
             return
         self._loop = lambda: None
         self.expect(None)
+        held.announced.give_up()
         held.complete(ahead=False)
         held.drop_prefetched()
         held.join(None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtorch.memory.side_stream import SideStream
-from speedtorch.ops.functions import exchange_rows, wait_for_rows
+from speedtorch.ops.functions import exchange_rows
 from speedtorch.step.row_store import Block, Counted, Rounder, RowStore, StoreInSlots
 from speedtorch.table.lazy_table import LazyTable
 from speedtorch.table.resident_rows import ResidentRows
@@ -22,8 +22,9 @@ __all__ = ["ResidentStore", "store_of"]
 class ResidentStore(StoreInSlots):
     """A RowStore that exchanges rows with the slots of ResidentRows instead of the mapped file.
 
-    A GPU finds the slots of its ids if all have one, and the host waits for this. Otherwise the
-    host waits for earlier exchanges, and reads records from the file.
+    If all ids on a GPU have slots, a kernel finds these. The host waits for this kernel, unless all
+    rows of the file are resident. If an id has no slot, the host waits for earlier exchanges and
+    reads records from the file.
     Fields that another table has, such as state that the file lacks, are exchanged with that table.
     """
 
@@ -77,7 +78,6 @@ class ResidentStore(StoreInSlots):
     def read(self, ids: Tensor, out: Tensor, name: str = "weight") -> None:
         """Like RowStore.read, after changed records among `ids` are written to the file."""
         self._table.field(name)  # raises if the table is closed
-        wait_for_rows(None)  # another module of the table may train its rows on a GPU
         self._resident.write(ids.reshape(-1).to("cpu", torch.int64))
         super().read(ids, out, name)
 
@@ -123,7 +123,7 @@ class ResidentStore(StoreInSlots):
             in_slots = self._fields_in_slots(names, host_fields)
             if begun is not None and self._resident.end_find(lease):
                 slots = begun
-            else:  # the copy of the ids waits for earlier exchanges
+            else:
                 slots = self._resident.find(ids.cpu(), number, lease).to(device)
             exchange_rows(
                 in_slots.fields,
@@ -163,9 +163,9 @@ class _InSlots(NamedTuple):
     fields: Sequence[Tensor]
     """All slots of each field of the file."""
     indices: Sequence[int]
-    """Which of the fields these are."""
+    """Positions of these fields in `host_fields`."""
     others: Sequence[int]
-    """Which of the fields are in another table."""
+    """Positions of the fields of another table."""
 
 
 def store_of(

@@ -25,7 +25,6 @@ from speedtorch.ops.functions import (
     resident_release,
     resident_slots,
     resident_write,
-    wait_for_rows,
 )
 
 __all__ = [
@@ -68,7 +67,7 @@ class ResidentReport(NamedTuple):
 
 
 class _Memory(Protocol):
-    """What this module needs of a HostTable."""
+    """The part of HostTable that this module uses."""
 
     rows: int
     record_bytes: int
@@ -154,9 +153,9 @@ class ResidentRows:
         """Returns the slots of ids `[n]` on the CPU, at most `count` ids.
 
         The ids keep their slots until the end of the lease. Until then the caller may write the
-        records of the first `changing` ids. The caller must have waited for the GPU. Raises OSError
-        if the file cannot be read or written, or other leases keep too many slots. No change is
-        lost then.
+        records of the first `changing` ids. Waits for earlier exchanges on GPUs. Raises OSError if
+        the file cannot be read or written, or other leases keep too many slots. No change is lost
+        then.
         """
         self._count_exchange()
         slots, failure = resident_slots(self._handle, ids, changing, lease.number)
@@ -164,10 +163,7 @@ class ResidentRows:
         return slots
 
     def begin_find(self, ids: Tensor, changing: int, lease: Lease) -> Tensor:
-        """Queues a kernel that does the same for ids `[n]` on a GPU, if end_find() returns True.
-
-        The caller need not have waited for the GPU.
-        """
+        """Like find() for ids on a GPU, by a kernel; the slots are valid if end_find() is true."""
         return resident_begin_find(self._handle, ids, changing, lease.number)
 
     def end_find(self, lease: Lease) -> bool:
@@ -186,15 +182,15 @@ class ResidentRows:
             resident_read_ahead(self._handle, ids)
 
     def write(self, ids: Tensor) -> None:
-        """Writes the changed records among these ids `[n]` to the file. Raises like find().
+        """Writes the changed records among these ids `[n]` to the file.
 
-        The caller must have waited for the GPU.
+        Waits and raises like find().
         """
         if self.is_open:
             _raise(resident_write(self._handle, ids, False), "writing", self._path)
 
     def write_back(self) -> None:
-        """Writes all changed records to the file. Raises like find().
+        """Writes all changed records to the file. Waits and raises like find().
 
         Empties the slots, because the caller may change the file, except in reading_only(True).
         """
@@ -250,7 +246,7 @@ class ResidentRows:
 
 
 def index_shape(slots: int) -> tuple[int, int]:
-    """The shape of the index of so many slots, in bytes; see resident_open()."""
+    """Returns the shape of the index of so many slots, in bytes; see resident_open()."""
     return slots + 2, 32
 
 
@@ -268,7 +264,6 @@ def reading_only(only_reads: bool) -> Iterator[None]:
 
 
 def _write_back(handle: int, path: str, *, keep: bool = False) -> None:
-    wait_for_rows(None)
     _raise(resident_write(handle, None, not keep), "writing", path)
 
 

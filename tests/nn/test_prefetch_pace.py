@@ -195,6 +195,29 @@ def test_lookups_of_a_batch_that_is_handed_through_are_announced(device: str) ->
         sgd.zero_grad()
 
 
+@pytest.mark.parametrize("capacity", [None, 4])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_ids_of_a_loop_that_was_left_before_its_lookups_are_given_up(
+    steps: int, capacity: int | None, device: str
+) -> None:
+    paces.choose(AT_ONCE)
+    embedding = speedtorch.Embedding(10, 2, device=device, capacity=capacity)
+    embedding.init_(torch.nn.init.zeros_)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    first, second = (torch.tensor(ids, device=device) for ids in ([1, 2], [3]))
+    pairs = [(first, second)] * 4
+    for number, pair in enumerate(speedtorch.prefetch(pairs, embedding, ids=list)):
+        if number == steps:
+            break
+        sum(embedding(ids).sum() for ids in pair).backward()
+        sgd.step()
+        sgd.zero_grad()
+    embedding(second).sum().backward()
+    sgd.step()
+    rows = embedding.state_dict()["weight"][:4, 0]
+    assert rows.tolist() == [0, -steps, -steps, -1 - steps]
+
+
 @pytest.mark.parametrize("capacity", [None, 3])
 def test_batches_that_are_left_out_need_no_room(capacity: int | None, device: str) -> None:
     paces.choose(AT_ONCE)

@@ -103,7 +103,7 @@ def test_a_bad_host_row_is_an_error_and_is_not_moved(device: str, bad: int, whic
     ids, none = torch.tensor([70, 80], device=device), torch.zeros(0, 2, device=device).long()[:, 0]
     host_rows = torch.tensor([bad, 3], device=device)
     lists = {"evict": (none, none), "load": (none, none)} | {which: (ids, host_rows)}
-    with pytest.raises(IndexError, match=f"id {bad} at position 0 of {which}.* is out of range"):
+    with pytest.raises(IndexError, match=f"id {bad} at position 0 of {which} is out of range"):
         exchange_rows(
             *([table["weight"]], sides[:1], lists["evict"][0], None, sides[1:], lists["load"][0]),
             *(None, 1, None, None, lists["evict"][1], lists["load"][1]),

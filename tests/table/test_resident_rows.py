@@ -28,6 +28,7 @@ from warm_python import run_warm
 import speedtorch
 from speedtorch import HostTable
 from speedtorch.ops.functions import (
+    pinned_scatter,
     resident_begin_find,
     resident_close,
     resident_counts,
@@ -285,14 +286,17 @@ def test_a_forked_child_writes_no_row_of_its_parent(tmp_path: Path) -> None:
 
 
 def trained_beside(
-    folder: Path, slots: int | None, other: Callable[[HostTable, int], object]
+    folder: Path,
+    slots: int | None,
+    other: Callable[[HostTable, int], object],
+    device: str = "cpu",
 ) -> Tensor:
     """The rows after many steps of one module, with `other` called before each."""
     table = made(folder, slots, ())
-    trained, draws = Trained(table), torch.Generator().manual_seed(0)
+    trained, draws = Trained(table, device=device), torch.Generator().manual_seed(0)
     for number in range(500):
         other(table, number)
-        trained.step(torch.randint(ROWS, (6,), generator=draws))
+        trained.step(torch.randint(ROWS, (6,), generator=draws).to(device))
     return table["weight"].clone()
 
 
@@ -311,7 +315,10 @@ def test_garbage_modules_of_the_table_lose_no_row(tmp_path: Path) -> None:
     assert torch.equal(*rows)
 
 
-def test_another_thread_that_reads_the_table_loses_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [20, ROWS])
+def test_another_thread_that_reads_the_table_loses_no_row(
+    slots: int, device: str, tmp_path: Path
+) -> None:
     stop = threading.Event()
     threads: list[threading.Thread] = []
 
@@ -327,9 +334,9 @@ def test_another_thread_that_reads_the_table_loses_no_row(tmp_path: Path) -> Non
         threads.append(threading.Thread(target=read))
         threads[-1].start()
 
-    expected = trained_beside(tmp_path, None, lambda *_: None)
+    expected = trained_beside(tmp_path, None, lambda *_: None, device)
     try:
-        rows = trained_beside(tmp_path, 20, read_in_a_thread)
+        rows = trained_beside(tmp_path, slots, read_in_a_thread, device)
     finally:
         stop.set()
         for thread in threads:
@@ -571,11 +578,18 @@ def test_a_table_without_rows_has_no_slots(tmp_path: Path) -> None:
 # The ops
 
 
+FOUND_BY_GPU: list[bool] = []
+
+
 def slots_of(handle: int, ids: Tensor, changing: int, lease: int) -> list[Tensor]:
-    """The slots of a new lease on the CPU, and the failure. The ids may be on a GPU."""
+    """The slots of a new lease on the CPU, and the failure. The ids may be on a GPU.
+
+    FOUND_BY_GPU tells of each call for a GPU whether all rows had slots.
+    """
     if ids.is_cuda:
         slots = resident_begin_find(handle, ids, changing, lease)
-        if resident_end_find(handle, lease):
+        FOUND_BY_GPU.append(resident_end_find(handle, lease))
+        if FOUND_BY_GPU[-1]:
             return [slots.cpu(), torch.zeros(2)]
     return list(resident_slots(handle, ids.cpu(), changing, lease))
 
@@ -600,13 +614,13 @@ Open = Callable[[int, int], tuple[int, Tensor, Path]]
 def opened(tmp_path: Path) -> Iterator[Open]:
     """Makes a file of records, and slots; returns the handle, the slots and the file."""
     closers: list[Callable[[], object]] = []
+    FOUND_BY_GPU.clear()
 
     def make(rows: int, slots: int) -> tuple[int, Tensor, Path]:
         path = tmp_path / f"records {len(closers)}"
         np.arange(rows, dtype=np.int64).repeat(2).tofile(path)
         descriptor = os.open(path, os.O_RDWR)
-        memory = torch.zeros(slots, 16, dtype=torch.uint8)
-        # A GPU reads the index, and the host the slots.
+        memory = speedtorch.empty((slots, 16), dtype=torch.uint8).zero_()
         index = speedtorch.empty(resident_rows.index_shape(slots), dtype=torch.uint8).fill_(77)
         handle = resident_open(memory, index, descriptor, rows)
         closers.extend((lambda: resident_close(handle), lambda: os.close(descriptor)))
@@ -650,6 +664,8 @@ def test_slots_have_the_records_of_their_rows(
             assert resident_counts(handle).tolist()[0] == 0
     resident_write(handle, None, False)
     assert np.array_equal(np.fromfile(path, np.int64).reshape(-1, 2)[:, 0], mirror)
+    if device == "cuda":
+        assert False in FOUND_BY_GPU and (slots < 700 or True in FOUND_BY_GPU)
 
 
 @NEEDS_GPU
@@ -688,8 +704,11 @@ def test_nobody_waits_for_slots_if_all_rows_have_one(opened: Open) -> None:
         resident_release(handle, lease)
         assert memory[slots.cpu(), 0].tolist() == [7, 2, 5]
         found_in(handle, torch.arange(10), 0)
+        assert resident_write(handle, None, False).tolist()[0] == 0  # no row is changed now
     memory[slots.cpu()] = 99
     assert resident_counts(handle).tolist()[1] == 3 + 10 + 3 + 3 + 3 + 10
+    slots = resident_begin_find(handle, ids, 2, 3)
+    resident_release(handle, 3)
     assert resident_write(handle, None, True).tolist()[0] == 0  # the kernel has marked the changes
     stored = np.fromfile(path, np.int64).reshape(-1, 2)[:, 0].tolist()
     assert stored == [0, 1, 99, 3, 4, 5, 6, 99, 8, 9]
@@ -820,31 +839,77 @@ def test_a_full_disk_is_an_error_and_the_slot_keeps_its_row() -> None:
 
 
 @NEEDS_GPU
-def test_a_gpu_finds_rows_and_marks_changes(opened: Open) -> None:
-    rows, generator, hits = 50_000, torch.Generator().manual_seed(2), 0
-    handle, memory, path = opened(rows, 12_000)
-    mirror = torch.arange(rows)
+def test_a_gpu_finds_and_marks_what_the_host_does(opened: Open) -> None:
+    rows, generator = 50_000, torch.Generator().manual_seed(2)
+    host, gpu = (opened(rows, 12_000) for _ in range(2))
     for call in range(60):
         ids = (torch.rand(3000, generator=generator) ** 3 * 600).long().unique()
         changing = call * 7 % len(ids)
-        before = resident_counts(handle)[1]
-        slots, failure = found_in(handle, ids.cuda(), changing)
-        hits += int(resident_counts(handle)[1] - before == len(ids))
-        assert failure[0] == 0 and torch.equal(memory[slots, 1], mirror[ids])
-        memory[slots[:changing]] = call
-        mirror[ids[:changing]] = call
-        if call % 13 == 5:  # few slots keep their rows
-            assert found_in(handle, torch.arange(30_000, 41_000), 0)[1][0] == 0
-        if call % 9 == 8:
-            assert resident_write(handle, None, call % 2 == 0)[0] == 0
-            assert np.array_equal(np.fromfile(path, np.int64)[::2], mirror)
-    assert 5 < hits < 55
+        expected, failure = found_in(host[0], ids, changing)
+        assert failure[0] == 0
+        slots, failure = found_in(gpu[0], ids.cuda(), changing)
+        assert failure[0] == 0 and torch.equal(slots, expected)  # the same rows were evicted
+        for handle, memory, path in (host, gpu):
+            memory[slots[:changing]] = call
+            if call % 13 == 5:  # few slots keep their rows
+                assert found_in(handle, torch.arange(30_000, 41_000), 0)[1][0] == 0
+            if call % 9 == 8:
+                assert resident_write(handle, None, call % 2 == 0)[0] == 0
+                assert np.array_equal(np.fromfile(path, np.int64), np.fromfile(host[2], np.int64))
+    assert 5 < sum(FOUND_BY_GPU) < 55
+    numbers = [resident_counts(each[0])[:5].tolist() for each in (host, gpu)]
+    assert numbers[0] == numbers[1]
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_write_waits_for_exchanges_whose_lease_has_ended(opened: Open, forgets: bool) -> None:
+    handle, memory, path = opened(10, 3)
+    found_in(handle, torch.tensor([4, 5, 6]), 0)
+    gpu = torch.device("cuda", torch.cuda.device_count() - 1)  # which need not be the current one
+    slots = resident_begin_find(handle, torch.tensor([4, 5], device=gpu), 1, 2)
+    assert resident_end_find(handle, 2)
+    with torch.cuda.device(gpu):
+        torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
+        pinned_scatter(memory, slots[:1], torch.full((1, 2), 99, device=gpu))
+    resident_release(handle, 2)
+    assert resident_write(handle, None, forgets).tolist()[0] == 0
+    assert np.fromfile(path, np.int64).reshape(-1, 2)[4:6].tolist() == [[99, 99], [5, 5]]
+    speedtorch.synchronize(gpu)
+
+
+@NEEDS_GPU
+def test_a_lease_may_end_before_its_search(opened: Open) -> None:
+    handle, _, _ = opened(10, 3)
+    found_in(handle, torch.tensor([4, 5, 6]), 0)
+    for row in (4, 9):
+        torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
+        resident_begin_find(handle, torch.tensor([row], device="cuda"), 1, row)
+        resident_release(handle, row)
+        assert not resident_end_find(handle, row)
+    assert found_in(handle, torch.tensor([7, 8, 9]), 0)[1].tolist()[0] == 0  # no slot is kept
+    torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
+    resident_begin_find(handle, torch.tensor([7], device="cuda"), 1, 1)
+    resident_close(handle)
+
+
+@NEEDS_GPU
+def test_a_gpu_finds_nothing_in_an_index_that_it_cannot_access(tmp_path: Path) -> None:
+    memory, index = torch.zeros(2, 8, dtype=torch.uint8), index_of(2)
+    (tmp_path / "records").write_bytes(bytes(64))
+    with (tmp_path / "records").open("r+b") as file:
+        handle = resident_open(memory, index, file.fileno(), 8)
+    found_in(handle, torch.tensor([3]), 0)
+    assert found_in(handle, torch.tensor([3], device="cuda"), 0)[1].tolist() == [0, 0]
+    assert FOUND_BY_GPU[-1] is False
+    resident_close(handle)
 
 
 def test_a_lease_keeps_its_slots_and_their_changes(opened: Open, device: str) -> None:
     handle, memory, path = opened(10, 3)
     assert found_in(handle, torch.tensor([4, 5]), 0)[1].tolist()[0] == 0  # a GPU finds only hits
     slots, _ = slots_of(handle, torch.tensor([4, 5], device=device), 1, 2)
+    assert [True] * (device == "cuda") == FOUND_BY_GPU
     assert resident_write(handle, None, True).tolist()[0] == 0  # before the change is there
     assert found_in(handle, torch.tensor([6]), 0)[1].tolist()[0] == 0
     assert found_in(handle, torch.tensor([7, 8]), 0)[1].tolist() == [errno.EBUSY, 8]
