@@ -197,7 +197,12 @@ class CountedMemory(RowMemory):
         load, order = joined.ids[joined.first : joined.size].sort()
         ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
         carry_rows(rows, places, joined.rows, order.add_(joined.first))
+        zeros = held.view.gradient_of_zeros
         ordered = self._among_more(now, ids, before, rows)
+        if zeros is not None:  # of zero_grad() after the lookups of the joined rows
+            zeros = among_more(zeros, before, len(rows[0]))
+            held.view.note_zeros(zeros)
+            ordered = ordered._replace(gradient=zeros)
         return ordered._replace(joined=None, moved=len(now.batches))
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:

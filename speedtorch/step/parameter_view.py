@@ -161,6 +161,13 @@ class ParameterView:
         self.only_shows_zeros = self.only_shows_zeros and are_same
         self.zeros, self.shows_zeros = (gradient, version_of(gradient)), True
 
+    @property
+    def gradient_of_zeros(self) -> Tensor | None:
+        """The rows' gradient if zero_grad() has filled it with zeros, else None."""
+        if self.zeros is None or self.only_shows_zeros or self.has_gradient():
+            return None
+        return self.parameter.grad
+
     def make_zeros(self) -> Tensor | None:
         """Makes zeros for a reader of the gradient if `shows_zeros`, else returns None."""
         if not self.shows_zeros:

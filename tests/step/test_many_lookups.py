@@ -138,6 +138,34 @@ def test_what_a_loop_does_between_lookups_changes_no_result(
         assert_same_bytes(mine, theirs)
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_appended_rows_have_the_zeros_of_zero_grad(
+    settings: dict[str, Any], to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with a gradient of zeros changes rows by momentum."""
+    runs = []
+    for many in (2, 10**6):
+        monkeypatch.setattr(counted_memory, "_MANY", many)
+        module = module_of(**settings)
+        sgd = optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+        speedtorch.attach(sgd, module)
+        module(torch.arange(9)).sum().backward()
+        sgd.step()
+        sgd.zero_grad()
+        before = numbers_of(module)[0]
+        for ids in ([1], [1, 2]):
+            module(torch.tensor(ids)).sum().backward()
+        kept = module(torch.tensor([6, 4, 8]))
+        sgd.zero_grad(set_to_none=to_none)
+        sgd.step()
+        runs.append([*numbers_of(module), kept.detach()])
+        changed = (runs[-1][0] != before).any(1).nonzero().flatten().tolist()
+        assert changed == ([] if to_none else [1, 2, 4, 6, 8])
+    for mine, theirs in zip(*runs, strict=True):
+        assert_same_bytes(mine, theirs)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags_of_many_lookups(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
