@@ -37,8 +37,8 @@ struct ResidentIndex {
   Slot* slots;
   int64_t slot_count;
   // A hash table with open addressing. Its size is a power of 2, and at most two thirds of it are
-  // used. An entry is 0 or `slot_mask & (1 + a slot)`, and in the other bits a part of the hash of
-  // the slot's row, so that a search reads few slots of other rows.
+  // used. An entry is 0, or 1 + a slot in the bits of `slot_mask`. The other bits are a part of the
+  // hash of the slot's row, so that a search reads few slots of other rows.
   uint32_t* table;
   uint64_t mask;
   uint32_t slot_mask;

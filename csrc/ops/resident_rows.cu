@@ -1,6 +1,6 @@
-// The kernel of resident_begin_find: finds the slots of rows without the host. Called by
-// resident_rows.cpp. The index is in host memory, so that each row costs about two short reads over
-// the link, and all rows wait for them at once.
+// The kernel of resident_begin_find, which finds the slots of rows. Called by resident_rows.cpp.
+// The index is in host memory. A row needs about two short reads over the link, and the reads of
+// different rows overlap.
 
 #include <cuda_runtime.h>
 

@@ -404,11 +404,10 @@ resident_close: Callable[[int], None] = _ops.resident_close
 resident_slots: Callable[..., tuple[Tensor, Tensor]] = _ops.resident_slots
 """Finds slots: `(handle, rows, changing, lease)`. Reads records without a slot.
 
-Waits for earlier uses of the slots by GPUs. The first `changing` rows then count as changed.
-Returns the slots of the rows; and the errno and the row of a failed file call, EBUSY if too few
-slots are free, or 0 as errno. Before a slot is
-reused for another row, a changed row in it is written to the file. Rows keep their slots until
-resident_release(handle, lease).
+Waits for earlier uses of the slots by GPUs. The first `changing` rows then count as changed. Before
+a slot is reused for another row, a changed row in it is written to the file. Rows keep their slots
+until resident_release(handle, lease). Returns the slots of the rows. The second result has the
+errno and the row of a failed file call, EBUSY if too few slots are free, or 0 as errno.
 """
 
 

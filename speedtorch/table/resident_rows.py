@@ -110,7 +110,7 @@ class ResidentRows:
 
     Args:
         slots: The memory of the slots: a table with the same fields.
-        index: A table whose records are the memory of the index, of index_shape().
+        index: The memory of the index: a table with `uint8` records; see index_shape().
         rows, descriptor, path: The number of records and the open file, whose record r begins at
             byte `r * record_bytes`.
     """
