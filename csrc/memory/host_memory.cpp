@@ -491,6 +491,12 @@ void note_use(const Tensor& table, const Rows& rows, const Stream& stream) {
   if (is_foreign) drop_finished();
 }
 
+bool can_wait_for_uses(const Tensor& table) {
+  OpenRegistry all;
+  const Block* const block = all.find(table.data_ptr());
+  return block != nullptr && block->maker == process_id();
+}
+
 void wait_for_uses(const char* op, const Tensor& table) {
   std::vector<void*> events;
   {
@@ -498,6 +504,7 @@ void wait_for_uses(const char* op, const Tensor& table) {
     const Block* const block = all.find(table.data_ptr());
     if (block != nullptr && block->maker == process_id()) events = block->uses.queued.events();
   }
+  if (events.empty()) return;
   const RelaxedCapture while_capturing;
   for (void* const event : events) check_cuda(cuda_calls().event_synchronize(event), op);
 }

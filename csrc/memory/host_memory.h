@@ -50,9 +50,10 @@ Access gpu_access(const char* op, const Tensor& table, const Rows& rows,
 // Notes that work just queued on `stream` uses the table. The memory is kept until that work is
 // done, or, if the stream captures, until let_captured_go() or let_orphans_go().
 void note_use(const Tensor& table, const Rows& rows, const Stream& stream);
-// Waits for all GPU work that is noted for memory which speedtorch allocated or registered, except
-// replays of captured graphs. Does nothing for other memory, and in a forked child, whose parent
-// queued the work.
+// Whether this process allocated or registered the table's memory through speedtorch. For other
+// memory wait_for_uses() does nothing, as in a forked child, whose parent queued the work.
+bool can_wait_for_uses(const Tensor& table);
+// Waits for all GPU work that is noted for the table's memory, except replays of captured graphs.
 void wait_for_uses(const char* op, const Tensor& table);
 // A use of a table by work that is being queued on `stream`. Call note() after the last launch. If
 // a launch fails, the destructor notes the work queued so far.

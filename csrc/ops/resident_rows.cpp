@@ -127,8 +127,9 @@ Tensor resident_begin_find(int64_t handle, const Tensor& rows, int64_t changing,
     const CurrentStream stream(kOp, rows);
     const Rows memory = as_rows(kOp, "index", found->index);
     const Access access = gpu_access(kOp, found->index, memory, stream.device());
-    const bool is_foreign = memory_kind(found->index) == static_cast<int64_t>(MemoryKind::kPinned);
-    if (access == Access::kNot || is_foreign || rows.numel() == 0) return slots;
+    if (access == Access::kNot || !can_wait_for_uses(found->index) || rows.numel() == 0) {
+      return slots;
+    }
     const auto lock = found->rows.lock();
     found->rows.begin_find(
         rows.numel(), lease,

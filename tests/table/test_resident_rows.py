@@ -882,14 +882,15 @@ def test_a_write_waits_for_exchanges_whose_lease_has_ended(opened: Open, forgets
 def test_a_lease_may_end_before_its_search(opened: Open) -> None:
     handle, _, _ = opened(10, 3)
     found_in(handle, torch.tensor([4, 5, 6]), 0)
-    for row in (4, 9):
+    ids = torch.tensor([4, 9, 7], device="cuda")  # a copy would wait for the GPU
+    for row, of_row in zip((4, 9), ids.split(1), strict=False):
         torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
-        resident_begin_find(handle, torch.tensor([row], device="cuda"), 1, row)
+        resident_begin_find(handle, of_row, 1, row)
         resident_release(handle, row)
         assert not resident_end_find(handle, row)
     assert found_in(handle, torch.tensor([7, 8, 9]), 0)[1].tolist()[0] == 0  # no slot is kept
     torch.cuda._sleep(int(2e8))  # type: ignore[no-untyped-call]
-    resident_begin_find(handle, torch.tensor([7], device="cuda"), 1, 1)
+    resident_begin_find(handle, ids[2:], 1, 1)
     resident_close(handle)
 
 
