@@ -117,12 +117,12 @@ def test_the_metadata_of_a_wheel_is_made_without_torch(checkout: Path) -> None:
 def test_one_wheel_for_every_python_holds_the_library_and_every_module(
     wheel: Path, checkout: Path
 ) -> None:
-    assert wheel.name.startswith("speedtorch-1.0.0.dev0-cp310-abi3-linux_")
+    assert wheel.name.startswith("speedtorch-1.0.0-cp310-abi3-linux_")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert [name for name in names if name.endswith(".so")] == ["speedtorch/_C.abi3.so"]
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"speedtorch", "speedtorch-1.0.0.dev0.dist-info"}
+    assert folders == {"speedtorch", "speedtorch-1.0.0.dist-info"}
     modules = {str(path.relative_to(checkout)) for path in (checkout / "speedtorch").rglob("*.py")}
     assert {*modules, "speedtorch/py.typed"} - {*names} == set()
 
