@@ -86,6 +86,15 @@ class PlainTable:
         """Nothing that was announced waits."""
         self.waiting, self.before, self.is_new, self.left = [], [], False, True
 
+    def go_on(self) -> None:
+        """See PlainTraining.go_on."""
+        self.due = ()
+        self.end_batch()
+
+    def end_loop(self) -> None:
+        """See PlainTraining.end_loop."""
+        self.due, self.waiting, self.before, self.is_new = (), [], [], False
+
     def _begin(self, ids: Tensor, announced: list[Tensor]) -> None:
         self.held, self.gradient, self.over, self.kept = set(), None, False, False
         self.zeros = None
@@ -218,11 +227,15 @@ class PlainTraining:
             training.tables[number].kept = not training.tables[number].over
         return training
 
-    def let_due_go(self, *numbers: int) -> None:
-        """A loop goes on or ends: its batch is not that of now; of these tables, or of all."""
-        for number in numbers or range(len(self.tables)):
-            self.tables[number].due = ()
-            self.tables[number].end_batch()
+    def go_on(self) -> None:
+        """A loop goes on: its batch is not that of now."""
+        for table in self.tables:
+            table.go_on()
+
+    def end_loop(self) -> None:
+        """A loop ends, and nothing that was announced waits."""
+        for table in self.tables:
+            table.end_loop()
 
     def forget_state(self, number: int) -> None:
         """The state is that before the first step."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
+import paces
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,12 +37,14 @@ from hypothesis.stateful import (
 )
 from interrupts import ONLY_COUNTING, PACKAGE, Lines, out_of_memory
 from optimizer_cases import CASES
+from paces import AHEAD, Turning
 from plain_training import PlainTable, PlainTraining, differences, make_optimizer
 from reference import copied
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import speedtorch
+from speedtorch.nn.prefetch_pace import AT_ONCE
 
 ROWS, WIDTH = 6, 2
 PROGRAMS = int(os.environ.get("SPEEDTORCH_PROGRAMS", "120"))
@@ -752,11 +755,15 @@ class Programs(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loop is None)
     @rule(
-        batches=st.lists(st.integers(0, len(IDS) - 1), min_size=1, max_size=4),
+        batches=st.lists(st.integers(0, len(IDS) - 1), min_size=1, max_size=6),
         with_shared=st.booleans(),
+        pace=st.sampled_from([AHEAD, AT_ONCE, Turning]),
     )
-    def begin_loop(self, batches: list[int], with_shared: bool) -> None:
-        """Each batch is the ids of every table; perhaps with a part that all batches have."""
+    def begin_loop(self, batches: list[int], with_shared: bool, pace: Any) -> None:
+        """Each batch is the ids of every table; perhaps with a part that all batches have.
+
+        A loop at the pace AT_ONCE hands its batches through, and announces those of several parts.
+        """
         # A collection's batch is one lookup.
         tables = any("tables" in arguments for arguments in self.kind.modules)
         shared = (IDS[0],) if with_shared and not tables else ()
@@ -770,8 +777,14 @@ class Programs(RuleBasedStateMachine):
             }
             for batch in batches
         ]
+        if pace is Turning:  # the loop reads two batches ahead
+            pace = Turning(every=1)
+            planned = [max(0, batch - 2) % 2 == 0 for batch in range(len(batches))]
+        else:
+            planned = [pace is AHEAD for _ in batches]
+        paces.choose(pace)
         self.loop = iter(speedtorch.prefetch(listed, self.ours.model, ids=looked_up))
-        self.has_batch = False
+        self.has_batch, self.upcoming = False, zip(listed, planned, strict=True)
 
     def shaped(self, number: int, ids: Tensor) -> Tensor:
         return ids.view(1, -1) if self.kind.modules[number].get("bag", False) else ids
@@ -780,22 +793,53 @@ class Programs(RuleBasedStateMachine):
     @rule(skip=st.integers(0, 3), factor=st.integers(0, 3), train=st.booleans())
     def take_batch(self, skip: int, factor: int, train: bool) -> None:
         assert self.loop is not None
-        loop, effects = self.loop, self.letting_go() if self.has_batch else []
-        self.has_batch = True
+        loop, had_batch, self.has_batch = self.loop, self.has_batch, True
+        batch, is_planned = next(self.upcoming, (None, False))
+        has_several = batch is not None and any(len(parts) > 1 for parts in batch.values())
+        announces = has_several and not is_planned
+        before = [world.copy() for world in self.worlds]
+
+        def taken(world: PlainTraining, tables: int | None = None) -> None:
+            """The next batch, of which so many tables know."""
+            if batch is None:
+                return world.end_loop()
+            if had_batch:
+                world.go_on()
+            for table, parts in [*zip(world.tables, batch.values(), strict=True)][:tables]:
+                if announces:
+                    table.announce(*parts)
+                elif is_planned:
+                    table.due = tuple(parts)
+                    table.left |= bool(table.unseen)
+
+        def interrupted(tables: int, end: Callable[[PlainTraining], None]) -> Any:
+            return lambda world: (taken(world, tables), end(world))
+
+        effects = [*self.endings()]
+        if announces:
+            counts = range(1, len(self.ours.model) + 1)
+            effects += [interrupted(*each) for each in itertools.product(counts, self.endings())]
+        is_refused = has_failed = False
         try:
-            through, batch = self.call(lambda: next(loop, None), *effects)
+            through, given = self.call(lambda: next(loop, None), taken, *effects)
         except BaseException as error:
-            if not any(error is each for each in self.deferred):
+            has_failed, is_refused = True, not any(error is each for each in self.deferred)
+            if is_refused and not (announces and "with capacity= all lookups" in str(error)):
                 raise
-            through, batch = False, None
+        if has_failed:
+            self.loop, self.worlds = None, before
+            for world in self.worlds:
+                world.end_loop()
+            if is_refused:
+                assert any("capacity" in arguments for arguments in self.kind.modules)
+                self.clear_gradients(to_none=True)
+            return
         if not through or batch is None:
+            assert given is None
             self.loop = None
             return
-        for world in self.worlds:
-            for table, parts in zip(world.tables, batch.values(), strict=True):
-                table.due = tuple(parts)
-                table.left |= bool(table.unseen)
-        if skip == 0 and all(len(parts) == 1 for parts in batch.values()):
+        assert given is batch
+        if skip == 0:
             return
         for number, parts in enumerate(batch.values()):
             for part in parts:
@@ -812,17 +856,19 @@ class Programs(RuleBasedStateMachine):
     def end_loop(self) -> None:
         loop, self.loop = self.loop, None
         close = getattr(loop, "close", None)
-        if close is not None:
-            self.call(close, *(self.letting_go() if self.has_batch else []))
+        if close is not None and self.has_batch:
+            self.call(close, PlainTraining.end_loop, *self.endings())
 
-    def letting_go(self) -> list[Callable[[PlainTraining], None]]:
-        """The end of a loop's batch; an interrupted one may leave out one of several tables."""
-        numbers = range(len(self.ours.model))
-        others = itertools.combinations(numbers, len(numbers) - 1) if len(numbers) > 1 else ()
-        return [
-            PlainTraining.let_due_go,
-            *(lambda world, some=some: world.let_due_go(*some) for some in others),
-        ]
+    def endings(self) -> Iterator[Callable[[PlainTraining], None]]:
+        """What may come of an interrupted end of a loop: each table's may be half done."""
+        ways = (lambda table: None, PlainTable.go_on, PlainTable.end_loop)
+        for chosen in itertools.product(ways, repeat=len(self.ours.model)):
+
+            def end(world: PlainTraining, chosen: tuple[Any, ...] = chosen) -> None:
+                for table, way in zip(world.tables, chosen, strict=True):
+                    way(table)
+
+            yield end
 
     @precondition(lambda self: self.armed is None)
     @rule(line=st.integers(1, 200), calls=st.integers(0, 3), memory=st.booleans())
