@@ -119,7 +119,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
             _try(optimizer, groups, entries)
     except Exception as error:
         no_key = f"the saved state has no {error}" if isinstance(error, KeyError) else ""
-        text = no_key or re.sub(r"\W+nothing was loaded\.?$", "", str(error), flags=re.I)
+        text = no_key or re.sub(r"(\W+nothing was loaded)?\.?$", "", str(error), flags=re.I)
         raise ValueError(
             f"{name}: the saved state does not fit {type(optimizer).__name__}: {text}. {_UNCHANGED}"
         ) from error

@@ -243,7 +243,7 @@ def map_new_file(path: str | os.PathLike[str], count: int) -> tuple[Tensor, int]
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = calls.open(name, flags, 0o666)
         except FileExistsError as error:
-            text = "exists already; delete it or choose another path"
+            text = "exists already, and a new file is needed; choose another path"
             raise FileExistsError(errno.EEXIST, text, name) from error
         undone.callback(calls.unlink, name)
         undone.callback(calls.close, descriptor)

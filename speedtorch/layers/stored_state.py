@@ -31,10 +31,8 @@ class StoredState:
     def __init__(self, dtype: torch.dtype, mode: RoundingMode) -> None:
         check_mode(mode, dtype)
         if dtype != torch.bfloat16:
-            raise ValueError(
-                f"stored: expected torch.bfloat16 or None, got {dtype}. float16 is unsupported,"
-                " because squares of gradients would become 0."
-            )
+            why = ", because squares of gradients would become 0" if dtype is torch.float16 else ""
+            raise ValueError(f"stored: expected torch.bfloat16 or None, got {dtype!r}{why}")
         self.dtype, self.mode = dtype, mode
         self._keys: dict[torch.device, Tensor] = {}
         self._ids: dict[torch.device, Tensor] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from operator import index
+from typing import SupportsIndex
 
 __all__ = ["bytes_of", "text_of"]
 
@@ -13,9 +15,9 @@ _UNITS = {
 }
 
 
-def bytes_of(name: str, given: int | str) -> int:
+def bytes_of(name: str, given: SupportsIndex | str) -> int:
     """Parses a positive number of bytes; raises TypeError or ValueError for anything else."""
-    if isinstance(given, bool) or not isinstance(given, int | str):
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex | str):
         kind = type(given).__name__
         raise TypeError(f"{name}: expected bytes or a text such as '12GiB', got {kind}")
     if isinstance(given, str):
@@ -23,9 +25,9 @@ def bytes_of(name: str, given: int | str) -> int:
         if parts is None or parts[2] not in _UNITS:
             raise ValueError(f"{name}: expected a text such as '12GiB' or '500MB', got {given!r}")
         given = int(float(parts[1]) * _UNITS[parts[2]])
-    if given <= 0:
-        raise ValueError(f"{name}: expected more than 0 bytes, got {given}")
-    return given
+    if (count := index(given)) <= 0:
+        raise ValueError(f"{name}: expected more than 0 bytes, got {count}")
+    return count
 
 
 def text_of(count: int) -> str:

@@ -117,6 +117,6 @@ def stored_dtypes(stored: object, held: torch.dtype) -> dict[str, torch.dtype] |
 def check_mode(mode: object, stored: object) -> None:
     """Raises ValueError for an unknown rounding mode, or for "nearest" without `stored`."""
     if stored is None and mode == "nearest":
-        raise ValueError("rounding: 'nearest' is for rows stored in 16 bits. Pass stored= as well.")
+        raise ValueError("rounding: 'nearest' is for numbers of 16 bits. Pass stored= as well.")
     if mode not in get_args(RoundingMode):
         raise ValueError(f"rounding: expected 'stochastic' or 'nearest', got {mode!r}")

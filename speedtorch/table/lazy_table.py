@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from speedtorch.memory.placement import allocates_host_memory
@@ -133,17 +135,32 @@ class LazyTable:
         """Allocates optimizer state for every row, name to (row shape, dtype).
 
         Returns whether the state has values already, read from a file with the table. Raises
-        MemoryError if the machine has too little memory. Then nothing has changed.
+        MemoryError if the machine has too little memory, and ValueError if a table that was passed
+        or read has a field of that name with another shape or dtype. Then nothing has changed.
         """
         table = self._in_memory(fields)
-        if all(table.fields.get(name) == field for name, field in fields.items()):
+        if not self._owned or table.was_read:
+            self._check_state(table, fields)
+        missing: Fields = {n: f for n, f in fields.items() if table.fields.get(n) != f}
+        if not missing:
+            if self._beside is not None:  # with the state of an optimizer that was detached
+                self._beside = None
+                self.version += 1
             return table.was_read
+        if table.was_read and len(missing) < len(fields):
+            known = ", ".join(name for name in fields if name not in missing)
+            warnings.warn(
+                f"{self.name}: its table was read with the state {known}, but the optimizer also"
+                f" has {', '.join(missing)}. All state begins anew.",
+                stacklevel=2,
+            )
+            missing = fields
         made = None
         if self._owned and not table.was_shared:
             with suppress(MemoryError):  # The state alone, beside the old table, may still fit.
                 made = self.new.make({**self.new.weight, **fields}, before=table)
         if made is None:
-            made = self.new.make(fields, before=table)
+            made = self.new.make(missing, before=table)
             self.claim.register_beside(made)
             if table.changes is not None:
                 made.track_changes()
@@ -159,6 +176,17 @@ class LazyTable:
         table.set_holder(None)
         table.close()
         return False
+
+    def _check_state(self, table: HostTable, fields: Fields) -> None:
+        """Raises ValueError if the table has one of these fields with another shape or dtype."""
+        for name, field in fields.items():
+            if (own := table.fields.get(name, field)) != field:
+                raise ValueError(
+                    f"{self.name}: the optimizer's state {name!r} has rows of {_kind_of(*field)},"
+                    f" but the table has rows of {_kind_of(*own)}, which would not be trained."
+                    f" Create the table with state={{{name!r}: ({_kind_of(*field)})}} or without"
+                    f" {name!r}. Nothing was attached."
+                )
 
     def with_rows(self, first: int, count: int, state: Mapping[str, Tensor]) -> HostTable:
         """Returns a copy of the table with `count` new rows before row `first`.
@@ -256,3 +284,7 @@ class LazyTable:
         draws = tuple(map(shard_spec.of, self.new.draws))
         new = replace(self.new, rows=shard_spec.size, draws=draws, shard_spec=shard_spec)
         return LazyTable(self.name, new)
+
+
+def _kind_of(shape: int | Sequence[int], dtype: torch.dtype) -> str:
+    return f"{shape if isinstance(shape, int) else list(shape)}, {dtype}"

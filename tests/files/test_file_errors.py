@@ -222,7 +222,7 @@ CASES: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: replaced("no/a"), "the folder does not exist; create it first"),
     ],
     FileExistsError: [
-        (lambda: small(memory="file", path="rows.bin"), "exists already; delete it or"),
+        (lambda: small(memory="file", path="rows.bin"), "exists already, and a new file is"),
     ],
     IsADirectoryError: [
         (lambda: replaced("a", "folder"), "is a folder; name a file"),

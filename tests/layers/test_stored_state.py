@@ -249,7 +249,7 @@ def test_wrong_arguments_raise(device: str) -> None:
     for dtype in (torch.float16, torch.float32, "bfloat16"):
         with pytest.raises(ValueError, match="stored: expected torch.bfloat16 or None, got"):
             StateSwapper(optimizer, budget=1, stored=dtype)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rounding: 'nearest' is for rows stored in 16 bits"):
+    with pytest.raises(ValueError, match="rounding: 'nearest' is for numbers of 16 bits"):
         StateSwapper(optimizer, budget=1, rounding="nearest")
     with pytest.raises(ValueError, match="rounding: expected 'stochastic' or 'nearest', got 'up'"):
         StateSwapper(optimizer, budget=1, stored=torch.bfloat16, rounding="up")  # type: ignore[arg-type]

@@ -326,7 +326,7 @@ def made(**settings: Any) -> Any:
 
 
 NOT_NOW, NOT_BOTH = "max_norm would change them", "max_norm and stored= cannot be combined"
-NEAREST = "rounding: 'nearest' is for rows stored in 16 bits. Pass stored="
+NEAREST = "rounding: 'nearest' is for numbers of 16 bits. Pass stored="
 DOUBLE = "stored: 'sum' is torch.float64 in a step, but only float32 can be stored as"
 REFUSED: list[tuple[Any, str]] = [
     (made(stored=torch.float32), "expected torch.bfloat16 or torch.float16 for 'weight', got"),

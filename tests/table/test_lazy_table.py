@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import optim
 
 import speedtorch
+from speedtorch import HostTable
 from speedtorch.memory import host_memory
 from speedtorch.table import new_table
 from speedtorch.table.lazy_init import LazyInit
@@ -189,3 +193,86 @@ def test_draws_of_the_same_rows_become_one_and_all_happen_in_order(
             expected[zero] = 0
     assert len(table.new.samples()) == draws
     assert torch.equal(table.host_table["weight"], expected)
+
+
+# ------------------------------------------------------------------------------------------------
+# State in a table that was passed
+
+
+def adam_of(module: speedtorch.Embedding, **settings: Any) -> optim.Adam:
+    adam = optim.Adam(module.parameters(), **settings)
+    speedtorch.attach(adam, module)
+    return adam
+
+
+def train(module: speedtorch.Embedding, adam: optim.Adam) -> None:
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        adam.zero_grad()
+        module(torch.randint(ROWS, (9,), generator=draws)).square().sum().backward()
+        adam.step()
+    module.flush()
+
+
+@pytest.mark.parametrize(("memory", "resident"), [("plain", None), ("file", None), ("file", "2KB")])
+def test_state_that_a_table_lacks_is_beside_the_state_that_it_has(
+    memory: Any, resident: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows" if memory == "file" else None
+    table = HostTable(
+        ROWS, WIDTH, state=["exp_avg", "exp_avg_sq"], memory=memory, path=path, resident=resident
+    ).normal_()
+    expected = speedtorch.Embedding(ROWS, WIDTH, _weight=table["weight"].clone())
+    train(expected, adam_of(expected, amsgrad=True))
+    module = speedtorch.Embedding(ROWS, WIDTH, _weight=table)
+    adam = adam_of(module, amsgrad=True)
+    train(module, adam)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(table[name], expected.table[name])
+    shown = adam.state_dict()["state"][0]["max_exp_avg_sq"]
+    assert torch.equal(shown, expected.table["max_exp_avg_sq"])
+    speedtorch.detach(adam)
+    train(module, adam_of(module))  # has no use for the state beside
+    assert table["exp_avg"].any() and module.trained_rows.table.place() == (table, None)
+
+
+@pytest.mark.parametrize(
+    ("state", "make", "message"),
+    [
+        (
+            {"exp_avg": ((WIDTH,), torch.bfloat16)},
+            optim.Adam,
+            r"'exp_avg' has rows of \[8\], torch.float32, but the table has rows of \[8\],"
+            r" torch.bfloat16, .* table with state=\{'exp_avg': \(\[8\], torch.float32\)\} or",
+        ),
+        (["sum"], speedtorch.optim.RowWiseAdagrad, r"'sum' has rows of \[1\], .* rows of \[8\], "),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_state_of_another_kind_in_a_table_is_refused(state: Any, make: Any, message: str) -> None:
+    table = HostTable(ROWS, WIDTH, state=state).normal_()
+    module, before = speedtorch.Embedding(ROWS, WIDTH, _weight=table), table["weight"].clone()
+    optimizer = make(module.parameters())
+    with pytest.raises(ValueError, match=message):
+        speedtorch.attach(optimizer, module)
+    assert torch.equal(table["weight"], before) and not optimizer.state_dict()["state"]
+    sgd = optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
+    speedtorch.attach(sgd, module)  # the first optimizer is not attached
+    module(torch.tensor([3])).sum().backward()
+    sgd.step()
+    assert torch.equal(torch.from_numpy(module.numpy()[3]), before[3] - 1)
+
+
+def test_state_that_was_read_is_not_mixed_with_new_state(tmp_path: Path) -> None:
+    saved = speedtorch.Embedding(ROWS, WIDTH)
+    train(saved, adam_of(saved))
+    saved.table.save(tmp_path / "rows.safetensors")
+    expected = speedtorch.Embedding(ROWS, WIDTH, _weight=saved.table["weight"].clone())
+    train(expected, adam_of(expected, amsgrad=True))
+    table = HostTable.open(tmp_path / "rows.safetensors", "plain")
+    module = speedtorch.Embedding(ROWS, WIDTH, _weight=table)
+    with pytest.warns(UserWarning, match=r"state exp_avg, exp_avg_sq, but the optimizer also has"):
+        adam = adam_of(module, amsgrad=True)
+    train(module, adam)
+    assert torch.equal(table["weight"], expected.table["weight"])
+    assert torch.equal(table["exp_avg"], saved.table["exp_avg"])
