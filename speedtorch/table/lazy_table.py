@@ -140,7 +140,7 @@ class LazyTable:
         """
         table = self._in_memory(fields)
         if not self._owned or table.was_read:
-            self._check_state(table, fields)
+            _check_state(self.name, table, fields)
         missing: Fields = {n: f for n, f in fields.items() if table.fields.get(n) != f}
         if not missing:
             if self._beside is not None:  # with the state of an optimizer that was detached
@@ -176,17 +176,6 @@ class LazyTable:
         table.set_holder(None)
         table.close()
         return False
-
-    def _check_state(self, table: HostTable, fields: Fields) -> None:
-        """Raises ValueError if the table has one of these fields with another shape or dtype."""
-        for name, field in fields.items():
-            if (own := table.fields.get(name, field)) != field:
-                raise ValueError(
-                    f"{self.name}: the optimizer's state {name!r} has rows of {_kind_of(*field)},"
-                    f" but the table has rows of {_kind_of(*own)}, which would not be trained."
-                    f" Create the table with state={{{name!r}: ({_kind_of(*field)})}} or without"
-                    f" {name!r}. Nothing was attached."
-                )
 
     def with_rows(self, first: int, count: int, state: Mapping[str, Tensor]) -> HostTable:
         """Returns a copy of the table with `count` new rows before row `first`.
@@ -284,6 +273,18 @@ class LazyTable:
         draws = tuple(map(shard_spec.of, self.new.draws))
         new = replace(self.new, rows=shard_spec.size, draws=draws, shard_spec=shard_spec)
         return LazyTable(self.name, new)
+
+
+def _check_state(name: str, table: HostTable, fields: Fields) -> None:
+    """Raises ValueError if the table has one of these fields with another shape or dtype."""
+    for key, field in fields.items():
+        if (own := table.fields.get(key, field)) != field:
+            raise ValueError(
+                f"{name}: the optimizer's state {key!r} has rows of {_kind_of(*field)}, but the"
+                f" table has rows of {_kind_of(*own)}, which would not be trained. Create the table"
+                f" with state={{{key!r}: ({_kind_of(*field)})}} or without {key!r}. Nothing was"
+                " attached."
+            )
 
 
 def _kind_of(shape: int | Sequence[int], dtype: torch.dtype) -> str:
