@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import optim
@@ -276,3 +277,10 @@ def test_state_that_was_read_is_not_mixed_with_new_state(tmp_path: Path) -> None
     train(module, adam)
     assert torch.equal(table["weight"], expected.table["weight"])
     assert torch.equal(table["exp_avg"], saved.table["exp_avg"])
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, str])
+def test_a_size_may_be_an_integer_of_numpy(kind: Any, tmp_path: Path) -> None:
+    size = "320 B" if kind is str else kind(320)
+    with HostTable(ROWS, WIDTH, memory="file", path=tmp_path / "rows", resident=size) as table:
+        assert table.report().slots == 320 // (4 * WIDTH)
