@@ -14,7 +14,7 @@ import speedtorch
 from benchmarks import fbgemm
 from benchmarks.harness import Figure, Measured, forget, turns
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import Loop, cache_share, prefetched, step_figure
+from benchmarks.training import Loop, cache_share, graph_loop, prefetched, step_figure
 
 COLUMNS = 64
 SHARE = 0.2
@@ -146,14 +146,41 @@ def ours(work: Work, top: Top, model: nn.Module, name: str, kind: str, look_up: 
         yield step_figure(section, title, run, work.batches(), **facts)
 
 
-def collection(work: Work) -> speedtorch.EmbeddingBagCollection:
+def collection(work: Work, capacity: int | None = None) -> speedtorch.EmbeddingBagCollection:
     """All tables in one exchange."""
     config = speedtorch.EmbeddingBagConfig
     tables = [
         config(rows, COLUMNS, name, init_fn=nn.init.zeros_)
         for rows, name in zip(work.sizes, work.names, strict=True)
     ]
-    return speedtorch.EmbeddingBagCollection(tables=tables, device=DEVICE)
+    return speedtorch.EmbeddingBagCollection(tables=tables, device=DEVICE, capacity=capacity)
+
+
+def in_a_graph(work: Work, top: Top, name: str) -> Measured:
+    """Whole steps in a CUDA graph, the dense part with them."""
+    first, *given = work.batches()
+    rows = max(sum(len(ids.unique()) for ids in batch.by_table) for batch in given)
+    model = collection(work, rows + len(work.sizes))
+    if name == "SGD":
+        optimizer: optim.Optimizer = optim.SGD(model.parameters(), lr=0.01, fused=True)
+    else:
+        optimizer = optim.Adam(model.parameters(), fused=True, capturable=True)
+        speedtorch.attach(optimizer, model)
+    train = top.train_on(lambda batch: model(batch).values(), [optimizer])
+    for ahead in (False, True):
+        graph = speedtorch.graphed(
+            lambda batch: next(iter(train([batch]))),
+            first,
+            modules=model,
+            optimizers=[optimizer, top.sgd],
+            next_ids=first if ahead else None,
+        )
+        loop = graph_loop(graph, (lambda batch: batch) if ahead else None)
+        title = f"speedtorch, collection, {name}, the whole step in a CUDA graph"
+        facts = {"kind": "graph", "optimizer": name, "ahead": ahead, "share": 0.0}
+        section = f"{len(work.sizes)} tables"
+        yield step_figure(section, f"{title}{', next_ids' * ahead}", loop, given, **facts)
+        del graph, loop
 
 
 def separate(work: Work) -> nn.ModuleList:
@@ -182,6 +209,10 @@ def of_many(work: Work) -> Measured:
         del model, look_up
         gc.collect()
         if len(work.sizes) == len(KAGGLE):
+            for figure in in_a_graph(work, top, name):
+                found.append(figure)
+                yield figure
+            forget()
             for kind, module in fbgemm.tables_of(work.sizes, COLUMNS, name, pooled=True):
                 loop = top.train_on(lambda batch, m=module: m(batch.values(), batch.begins), [])
                 figure = step_figure(section, kind, loop, work.batches(), kind="FBGEMM")

@@ -1,4 +1,4 @@
-"""Small steps, where the host is the bottleneck: loops, the host's phases, and prefetch beside it.
+"""Small steps, where the host is the bottleneck: loops, the host's phases, prefetch, CUDA graphs.
 
 Ways take turns loop by loop, so that whatever else the machine does comes to each of them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn, optim
@@ -23,18 +23,21 @@ from benchmarks.bench_word2vec import (
     SkipGram,
     batches,
     fbgemm_loops,
+    graphed,
+    ids_by_table,
+    in_blocks,
     skip_gram_loop,
 )
 from benchmarks.harness import Figure, Measured, figure_of, forget, synchronize, take_turn
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import Loop, loop_of, prefetched
+from benchmarks.training import Loop, graph_loop, loop_of, prefetched
 
 STEPS, LOOPS = SIZES.long_loops
 TITLE = (
     f"small steps in loops of {STEPS}: word2vec ({CENTRES} centres, {POSITIVES} positives and"
     f" {NEGATIVES} negatives each, 2 tables of {SIZES.rows:,} x {COLUMNS}, fused Adam); one table"
-    " and 26 tables with and without prefetch"
+    " and 26 tables; eager with and without prefetch, and in a CUDA graph"
 )
 PHASES = 60
 """Steps whose phases are timed."""
@@ -140,6 +143,8 @@ def word2vec() -> Measured:
     optimizer = optim.Adam(model.parameters(), fused=True)
     speedtorch.attach(optimizer, model)
     plain, plain_optimizer = body()
+    in_graph, graph_optimizer = in_blocks(3 / 4)
+    graph = graphed(in_graph, graph_optimizer, batches(SIZES.rows, 1)[0])
 
     def many(steps: int = STEPS) -> list[Batch]:
         return batches(SIZES.rows, steps)
@@ -148,6 +153,8 @@ def word2vec() -> Measured:
         "speedtorch": loop_of(optimizer, lambda batch: model(batch).backward()),
         "speedtorch, announce": skip_gram_loop(model, optimizer),
         "speedtorch, prefetch": skip_gram_loop(model, optimizer, ahead=True),
+        "speedtorch, CUDA graph": graph_loop(graph),
+        "speedtorch, CUDA graph, next_ids": graph_loop(graph, ids_by_table(in_graph)),
         **{title: loop for title, loop in fbgemm_loops() if "cache" not in title},
     }
     ways: Ways = {
@@ -162,47 +169,97 @@ def word2vec() -> Measured:
     yield "phases_us, plain parameters", phases(plain, plain_optimizer, body_batches(PHASES))
 
 
-def prefetch_ways(
-    model: nn.Module,
-    optimizer: optim.Optimizer,
-    backward: Callable[[Any], object],
-    make: Callable[[], Any],
-    steps: int,
-) -> Ways:
-    """The same loop without and with prefetch."""
+GRAPH_IDS = 1 << 16
+"""The most ids of a step that is small enough for a CUDA graph to help."""
+
+
+class Case(NamedTuple):
+    """A model, and what one of its steps does between zero_grad() and step()."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    backward: Callable[[Any], object]
+
+    def step(self, ids: Any) -> None:
+        self.optimizer.zero_grad()
+        self.backward(ids)
+        self.optimizer.step()
+
+    def graph(self, first: Any) -> Any:
+        """The step in a CUDA graph."""
+        return speedtorch.graphed(
+            self.step, first, modules=self.model, optimizers=self.optimizer, next_ids=first
+        )
+
+
+def ways_of(eager: Case, in_graph: Case | None, make: Callable[[], Any], steps: int) -> Ways:
+    """The same loop without and with prefetch, and in a CUDA graph without and with next_ids."""
 
     def many() -> list[Any]:
         return [make() for _ in range(steps)]
 
-    return {
-        "plain loop": (loop_of(optimizer, backward), many),
-        "prefetch": (loop_of(optimizer, backward, loader=prefetched(model)), many),
+    model, optimizer, backward = eager
+    loops = {
+        "plain loop": loop_of(optimizer, backward),
+        "prefetch": loop_of(optimizer, backward, loader=prefetched(model)),
     }
+    if in_graph is not None:
+        graph = in_graph.graph(make())
+        loops["CUDA graph"] = graph_loop(graph)
+        loops["CUDA graph, next_ids"] = graph_loop(graph, lambda ids: ids)
+    return {name: (loop, many) for name, loop in loops.items()}
+
+
+def multiplied(products: int) -> Callable[[], None]:
+    """Work of the device beside the lookups: so many products of matrices."""
+    side = SIZES.product // 2
+    matrix = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+
+    def multiply() -> None:
+        for _ in range(products):
+            _ = matrix @ matrix
+
+    return multiply
 
 
 def one_table() -> Measured:
     """Batches of several sizes, alone and beside products of matrices."""
-    model = speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE)
-    optimizer = optim.Adam(model.parameters(), fused=True)
-    speedtorch.attach(optimizer, model)
-    side = SIZES.product // 2
-    matrix = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+
+    def made(capacity: int | None) -> tuple[speedtorch.Embedding, optim.Optimizer]:
+        model = speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=capacity)
+        model.init_(nn.init.zeros_)
+        optimizer = optim.Adam(model.parameters(), fused=True, capturable=capacity is not None)
+        speedtorch.attach(optimizer, model)
+        return model, optimizer
+
+    eager = made(None)
     for count in SIZES.prefetched_ids:
         gradient = torch.randn(count, COLUMNS, device=DEVICE)
+        in_blocks = made(count) if count <= GRAPH_IDS else None
         for products in (0, 8):
+            multiply = multiplied(products)
 
-            def backward(ids: Tensor, g: Tensor = gradient, products: int = products) -> None:
-                model(ids).backward(g)
-                for _ in range(products):
-                    _ = matrix @ matrix
+            def case(
+                model: nn.Module,
+                optimizer: optim.Optimizer,
+                gradient: Tensor = gradient,
+                multiply: Callable[[], None] = multiply,
+            ) -> Case:
+                def backward(ids: Tensor) -> None:
+                    model(ids).backward(gradient)
+                    multiply()
+
+                return Case(model, optimizer, backward)
 
             def make(count: int = count) -> Tensor:
                 return zipf_ids(SIZES.rows, count)
 
             steps = STEPS if count < 200_000 else max(1, STEPS // 5)
-            ways = prefetch_ways(model, optimizer, backward, make, steps)
+            graph = None if in_blocks is None else case(*in_blocks)
             section = f"one table, {count:,} ids, {products} products"
+            ways = ways_of(case(*eager), graph, make, steps)
             yield from in_turns(section, ways, tables=1, ids=count, products=products)
+            del ways
 
 
 def many_tables() -> Measured:
@@ -210,28 +267,41 @@ def many_tables() -> Measured:
     sizes = {
         f"t{number}": max(2, int(size * SIZES.many_rows)) for number, size in enumerate(KAGGLE)
     }
-    made = [
-        speedtorch.EmbeddingBagConfig(size, 64, name, init_fn=nn.init.zeros_)
-        for name, size in sizes.items()
-    ]
-    model = speedtorch.EmbeddingBagCollection(tables=made, device=DEVICE)
-    optimizer = optim.SGD(model.parameters(), lr=0.01)
-    side = SIZES.product // 2
-    matrix = torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16)
+
+    def made(capacity: int | None) -> tuple[nn.Module, optim.Optimizer]:
+        tables = [
+            speedtorch.EmbeddingBagConfig(size, 64, name, init_fn=nn.init.zeros_)
+            for name, size in sizes.items()
+        ]
+        model = speedtorch.EmbeddingBagCollection(tables=tables, device=DEVICE, capacity=capacity)
+        return model, optim.SGD(model.parameters(), lr=0.01, fused=capacity is not None)
+
+    eager = made(None)
     for count in SIZES.prefetched_samples:
+
+        def make(count: int = count) -> dict[str, Tensor]:
+            return {name: zipf_ids(size, count) for name, size in sizes.items()}
+
+        rows = sum(len(each.unique()) for each in make().values())
+        in_blocks = made(int(1.2 * rows) + len(sizes))
         for products in (0, 8):
+            multiply = multiplied(products)
 
-            def backward(ids: dict[str, Tensor], products: int = products) -> None:
-                model(ids).values().sum().backward()
-                for _ in range(products):
-                    _ = matrix @ matrix
+            def case(
+                model: nn.Module,
+                optimizer: optim.Optimizer,
+                multiply: Callable[[], None] = multiply,
+            ) -> Case:
+                def backward(ids: dict[str, Tensor]) -> None:
+                    model(ids).values().sum().backward()
+                    multiply()
 
-            def make(count: int = count) -> dict[str, Tensor]:
-                return {name: zipf_ids(size, count) for name, size in sizes.items()}
+                return Case(model, optimizer, backward)
 
-            ways = prefetch_ways(model, optimizer, backward, make, max(1, STEPS * 3 // 5))
+            ways = ways_of(case(*eager), case(*in_blocks), make, max(1, STEPS * 3 // 5))
             section = f"26 tables, {count:,} samples, {products} products"
             yield from in_turns(section, ways, tables=26, ids=count, products=products)
+            del ways
 
 
 def measured() -> Measured:

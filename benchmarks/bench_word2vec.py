@@ -17,7 +17,14 @@ from benchmarks.harness import Measured, forget, turns
 from benchmarks.sections import zipf_ids
 from benchmarks.sizes import DEVICE, SIZES
 from benchmarks.tables import cupy_view, has_cupy
-from benchmarks.training import Loop, cache_share, loop_of, prefetched, step_figure
+from benchmarks.training import (
+    Loop,
+    cache_share,
+    graph_loop,
+    loop_of,
+    prefetched,
+    step_figure,
+)
 
 COLUMNS = 128
 POSITIVES, NEGATIVES = 4, 64
@@ -69,16 +76,13 @@ class SkipGram(nn.Module):
 def skip_gram_loop(model: SkipGram, optimizer: optim.Optimizer, *, ahead: bool = False) -> Loop:
     """Trains on batch after batch; our rows come by announce or prefetch."""
 
-    def ids(batch: Batch) -> dict[nn.Module, list[Tensor]]:
-        return {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
-
     def announce(batch: Batch) -> None:
         model.u.announce(batch.centres)
         model.v.announce(batch.positives, batch.negatives)
 
     ways: dict[str, Any] = {}
     if ahead:
-        ways["loader"] = prefetched(model, ids)
+        ways["loader"] = prefetched(model, ids_by_table(model))
     elif isinstance(model.v, speedtorch.Embedding):
         ways["before"] = announce
     return loop_of(optimizer, lambda batch: model(batch).backward(), **ways)
@@ -103,14 +107,26 @@ def ours(name: str) -> Measured:
         yield step_figure("step", title, loop, batches(), kind="ours", **told)
 
 
-def in_a_graph() -> Measured:
-    """Whole steps in a CUDA graph, with blocks of a fixed size."""
-    most = iter((CENTRES, CENTRES * (POSITIVES + NEGATIVES) * 3 // 4))
+def ids_by_table(model: SkipGram) -> Callable[[Batch], dict[nn.Module, list[Tensor]]]:
+    """What names the ids of each table's lookups."""
+    return lambda batch: {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
+
+
+def in_blocks(share: float = 1.0) -> tuple[SkipGram, optim.Optimizer]:
+    """The model with blocks for this share of the ids of a step, and its optimizer."""
+    most = iter((CENTRES, int(CENTRES * (POSITIVES + NEGATIVES) * share)))
     model = SkipGram(
         lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=next(most))
     )
     optimizer = optim.Adam(model.parameters(), fused=True, capturable=True)
     speedtorch.attach(optimizer, model)
+    return model, optimizer
+
+
+def graphed(
+    model: SkipGram, optimizer: optim.Optimizer, first: Batch, *, ahead: bool = True
+) -> Any:
+    """A step in a CUDA graph; with `ahead` the ids of the next batch may be named to it."""
 
     def step(batch: Batch) -> None:
         model.u.announce(batch.centres)
@@ -119,26 +135,21 @@ def in_a_graph() -> Measured:
         model(batch).backward()
         optimizer.step()
 
-    def ids(batch: Batch) -> dict[nn.Module, list[Tensor]]:
-        return {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
+    next_ids = ids_by_table(model)(first) if ahead else None
+    return speedtorch.graphed(step, first, modules=model, optimizers=optimizer, next_ids=next_ids)
 
+
+def in_a_graph() -> Measured:
+    """Whole steps in a CUDA graph."""
+    model, optimizer = in_blocks(3 / 4)
     for ahead, share in ((False, 0.0), (True, 0.0), (True, 0.2)):
         title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
         if share:
             title += f", {share:.0%} cached"
             cache_share(model, share)
         first, *given = batches()
-        next_ids = ids(first) if ahead else None
-        graph = speedtorch.graphed(
-            step, first, modules=model, optimizers=optimizer, next_ids=next_ids
-        )
-
-        def loop(
-            batches: Sequence[Batch], graph: Any = graph, ahead: bool = ahead
-        ) -> Iterator[object]:
-            for batch, following in zip(batches, [*batches[1:], batches[0]], strict=True):
-                yield graph(batch, next_ids=ids(following) if ahead else None)
-
+        graph = graphed(model, optimizer, first, ahead=ahead)
+        loop = graph_loop(graph, ids_by_table(model) if ahead else None)
         if share:
             for _ in loop(batches()):
                 pass
@@ -149,13 +160,7 @@ def in_a_graph() -> Measured:
 
 def with_a_capacity() -> Measured:
     """As `ours`, with blocks of a fixed size."""
-    most = iter((CENTRES, CENTRES * (POSITIVES + NEGATIVES)))
-    model = SkipGram(
-        lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=next(most))
-    )
-    optimizer = optim.Adam(model.parameters(), fused=True)
-    speedtorch.attach(optimizer, model)
-    loop = skip_gram_loop(model, optimizer)
+    loop = skip_gram_loop(*in_blocks())
     title = "speedtorch, Adam, fused, capacity"
     yield step_figure("step", title, loop, batches(), kind="capacity", optimizer="Adam, fused")
 

@@ -52,6 +52,16 @@ def loop_of(
     return loop
 
 
+def graph_loop(graph: Any, ids: Callable[[Any], Any] | None = None) -> Loop:
+    """Trains on batch after batch with a graphed step; `ids` names the next batch's rows to it."""
+
+    def loop(batches: Sequence[Any]) -> Iterator[object]:
+        for batch, following in zip(batches, [*batches[1:], batches[0]], strict=True):
+            yield graph(batch) if ids is None else graph(batch, next_ids=ids(following))
+
+    return loop
+
+
 def step_figure(
     section: str, name: str, loop: Loop, batches: Sequence[Any], **parameters: Any
 ) -> Figure:
