@@ -22,7 +22,7 @@ import speedtorch
 from benchmarks import bench_embedding, bench_many_tables, bench_word2vec, torchrec_ranks
 from benchmarks.harness import WARM_UPS, Measured, event, figure_of, forget, synchronize
 from benchmarks.sizes import DEVICE, SIZES
-from benchmarks.training import loop_of, prefetched, step_figure
+from benchmarks.training import graph_loop, loop_of, prefetched, step_figure
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.parallel.shard import shard
 
@@ -44,7 +44,7 @@ def measured() -> Measured:
         if DEVICE == "cuda" and torch.cuda.device_count() < size:
             yield "left out", f"{size} GPUs, of which this machine has {torch.cuda.device_count()}"
             return
-        yield from told_by(size, [large_steps, small_steps, many_tables])
+        yield from told_by(size, WAYS)
     for place in torchrec_ranks.places():
         try:
             yield from told_by(RANKS, [partial(torchrec_steps, place)])
@@ -191,6 +191,15 @@ def small_steps(size: int) -> Measured:
         yield step_figure("word2vec", title, loop, bench_word2vec.batches(), **told)
 
 
+def small_steps_in_a_graph(size: int) -> Measured:
+    """The same in a CUDA graph."""
+    model, optimizer = bench_word2vec.in_blocks(size, 1.0, lambda model: shared(model, size))
+    first, *given = bench_word2vec.batches()
+    loop = graph_loop(bench_word2vec.graphed(model, optimizer, first, ahead=False))
+    told = {"ranks": size, "ahead": "graph"}
+    yield step_figure("word2vec", titled(size, "CUDA graph"), loop, given, **told)
+
+
 def many_tables(size: int) -> Measured:
     """26 tables and a dense part, which DistributedDataParallel trains."""
     work = bench_many_tables.Work.of(len(bench_many_tables.KAGGLE))
@@ -212,3 +221,35 @@ def many_tables(size: int) -> Measured:
             return train(loader(batches))
 
         yield step_figure("26 tables", title, loop, work.batches(), **told)
+
+
+def many_tables_in_a_graph(size: int) -> Measured:
+    """The same step in a CUDA graph, which also averages the dense part's gradients."""
+    work = bench_many_tables.Work.of(len(bench_many_tables.KAGGLE))
+    top, (first, *given) = bench_many_tables.Top(work), work.batches()
+    counts = [sum(len(ids.unique()) for ids in batch.by_table) for batch in given]
+    most = torch.tensor(max(counts), device=DEVICE)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    model = bench_many_tables.collection(work, int(1.5 * most))
+    shared(model, size)
+    optimizer = optim.Adam(model.parameters(), fused=True, capturable=True)
+    speedtorch.attach(optimizer, model)
+
+    def step(batch: bench_many_tables.Batch) -> None:
+        optimizer.zero_grad()
+        top.sgd.zero_grad()
+        top(model(batch).values()).backward()
+        if size > 1:
+            for parameter in top.net.parameters():
+                parameter.grad /= size
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        top.sgd.step()
+
+    both = [optimizer, top.sgd]
+    loop = graph_loop(speedtorch.graphed(step, first, modules=model, optimizers=both))
+    title = titled(size, f"{work.samples:,} samples, CUDA graph")
+    yield step_figure("26 tables", title, loop, given, ranks=size, ahead="graph")
+
+
+WAYS = [large_steps, small_steps, small_steps_in_a_graph, many_tables, many_tables_in_a_graph]

@@ -143,7 +143,7 @@ def word2vec() -> Measured:
     optimizer = optim.Adam(model.parameters(), fused=True)
     speedtorch.attach(optimizer, model)
     plain, plain_optimizer = body()
-    in_graph, graph_optimizer = in_blocks(3 / 4)
+    in_graph, graph_optimizer = in_blocks(v_share=3 / 4)
     graph = graphed(in_graph, graph_optimizer, batches(SIZES.rows, 1)[0])
 
     def many(steps: int = STEPS) -> list[Batch]:

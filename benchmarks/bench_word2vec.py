@@ -112,12 +112,17 @@ def ids_by_table(model: SkipGram) -> Callable[[Batch], dict[nn.Module, list[Tens
     return lambda batch: {model.u: [batch.centres], model.v: [batch.positives, batch.negatives]}
 
 
-def in_blocks(share: float = 1.0) -> tuple[SkipGram, optim.Optimizer]:
-    """The model with blocks for this share of the ids of a step, and its optimizer."""
-    most = iter((CENTRES, int(CENTRES * (POSITIVES + NEGATIVES) * share)))
+def in_blocks(
+    u_share: float = 1.0,
+    v_share: float = 1.0,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> tuple[SkipGram, optim.Optimizer]:
+    """The model with blocks for shares of the ids of a step, prepared, and its optimizer."""
+    most = iter((int(CENTRES * u_share), int(CENTRES * (POSITIVES + NEGATIVES) * v_share)))
     model = SkipGram(
         lambda: speedtorch.Embedding(SIZES.rows, COLUMNS, device=DEVICE, capacity=next(most))
     )
+    prepare(model)
     optimizer = optim.Adam(model.parameters(), fused=True, capturable=True)
     speedtorch.attach(optimizer, model)
     return model, optimizer
@@ -141,7 +146,7 @@ def graphed(
 
 def in_a_graph() -> Measured:
     """Whole steps in a CUDA graph."""
-    model, optimizer = in_blocks(3 / 4)
+    model, optimizer = in_blocks(v_share=3 / 4)
     for ahead, share in ((False, 0.0), (True, 0.0), (True, 0.2)):
         title = "speedtorch, Adam, fused, the whole step in a CUDA graph"
         if share:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from speedtorch.nn.captured_state import CapturedState, restored_afterwards
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
-from speedtorch.nn.row_module import RowModule
+from speedtorch.nn.row_module import Lookups, RowModule
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.trained_rows import TrainedRows
@@ -115,9 +115,11 @@ class _Captured(GraphedStep):
         optimizers: Sequence[Optimizer],
         next_ids: Any,
         memories: Mapping[TrainedRows, FixedMemory],
+        lookups: Sequence[Lookups],
     ) -> None:
         super().__init__(step, modules, optimizers, next_ids)
-        self._memories = memories
+        for each in lookups:
+            each.check_capturable(prefetches=bool(self._named))
         self._device = next(iter(memories.values())).held.device
         self._inputs = tree_map(self._own, example)
         self._next = {
@@ -139,11 +141,12 @@ class _Captured(GraphedStep):
         with (
             _explained_isolation(),
             capturing(self._graph, side),
-            ExitStack() as foreseen,
+            ExitStack() as contexts,
         ):
+            self._replays = [contexts.enter_context(each.capturing()) for each in lookups]
             for module, parts in self._next.items():
                 memory = memories[module.trained_rows]
-                foreseen.enter_context(memory.prefetching_for_replay(parts))
+                contexts.enter_context(memory.prefetching_for_replay(parts))
             result = step(*self._inputs)
         # Detached, because a later backward through its nodes would run on the capture's stream.
         self._result = _without_nodes(result)
@@ -169,14 +172,17 @@ class _Captured(GraphedStep):
         if not self._fits(batch):
             return self._step(*batch)
         with as_plain():
-            for memory in self._memories.values():
-                memory.before_replay()
+            compared: set[object] = set()
+            for replays in self._replays:
+                replays.before(compared)
         self._state.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if _is_tensor(own):
                 _send(given, own)
         self._foresee(following)
         self._graph.replay()
+        for replays in self._replays:
+            replays.after()
         return self._result
 
     def _foresee(self, following: Mapping[RowModule, Sequence[Tensor]]) -> None:
@@ -262,7 +268,10 @@ def _listed(argument: str, given: object, kind: type[_Kind]) -> list[_Kind]:
     return several
 
 
-def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]:
+def _memories_of(
+    modules: Iterable[nn.Module],
+) -> tuple[dict[TrainedRows, FixedMemory], list[Lookups]]:
+    """The memories of the modules' rows by their owners, and what looks these rows up."""
     memories: dict[TrainedRows, FixedMemory] = {}
     children = [child for module in modules for child in module.modules()]
     found = [child for child in children if isinstance(child, RowModule)]
@@ -270,11 +279,6 @@ def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]
         name, memory = module.trained_rows.name, module.trained_rows.exchange.memory
         if not isinstance(memory, FixedMemory):
             raise ValueError(f"graphed: {name} has no capacity. Build it with capacity=.")
-        if module.lookups is not module.trained_rows:
-            raise NotImplementedError(
-                f"graphed: the rows of {name} are sharded among ranks, and a CUDA graph cannot"
-                " contain exchanges between ranks. Train without graphed()."
-            )
         memories[module.trained_rows] = memory
     if not found:
         raise ValueError(
@@ -286,7 +290,8 @@ def _memories_of(modules: Iterable[nn.Module]) -> dict[TrainedRows, FixedMemory]
             f"graphed: the rows of {on_cpu[0]} are on the CPU and other rows are on a GPU. A CUDA"
             " graph contains only work of the GPU. Move all modules to the GPU."
         )
-    return memories
+    lookups = {module.trained_rows: module.lookups for module in found}
+    return memories, list(lookups.values())
 
 
 def graphed(
@@ -353,7 +358,7 @@ def graphed(
         raise TypeError(f"step: expected a function that trains a batch, got {step!r}")
     modules = _listed("modules", modules, nn.Module)
     optimizers = _listed("optimizers", optimizers, Optimizer)
-    memories = _memories_of(modules)
+    memories, lookups = _memories_of(modules)
     if all(rows.parameter.is_cpu for rows in memories):
         return _Uncaptured(step, modules, optimizers, next_ids)
-    return _Captured(step, example, modules, optimizers, next_ids, memories)
+    return _Captured(step, example, modules, optimizers, next_ids, memories, lookups)

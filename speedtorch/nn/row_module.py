@@ -8,6 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from speedtorch.nn.row_reading import blocks_of, checked_count
 from speedtorch.optim.step_hooks import watch_steps
 from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.cache_budget import CacheBudget
+from speedtorch.step.fixed_memory import Replays
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.rounding import (
     Rounding,
@@ -122,6 +124,15 @@ class Lookups(Protocol):
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
         """See RowModule.fail."""
+
+    def check_capturable(self, *, prefetches: bool) -> None:
+        """Raises NotImplementedError if no CUDA graph can contain the lookups of a step.
+
+        `prefetches`: The graph also loads the rows of the next batch.
+        """
+
+    def capturing(self) -> AbstractContextManager[Replays]:
+        """Returns a context in which a CUDA graph captures lookups of rows with a capacity."""
 
     def end_by_error(self) -> None:
         """Called before a loop of prefetch raises an exception of its loader or its ids."""

@@ -40,7 +40,9 @@ class Kind(IntEnum):
     """Nothing: an optimizer has an error of its own instead."""
     PACE = 9
     """The duration of steps in a loop of prefetch()."""
-    END = 10
+    REPLAY = 10
+    """Nothing: a CUDA graph with a step's lookups is about to be replayed."""
+    END = 11
     """Nothing: no further call follows."""
 
 
@@ -82,6 +84,7 @@ class Call(NamedTuple):
             Kind.PACE: f"a step of prefetch() of {table} whose duration ranks compare",
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error in optimizer.step() of {table}",
+            Kind.REPLAY: f"a step of graphed() with {table}",
             Kind.END: "no further lookup (or its announce() or prefetch())",
         }[self.kind]
 

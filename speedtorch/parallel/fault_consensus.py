@@ -8,7 +8,8 @@ ranks raise there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from speedtorch.plan.fixed_size_batch import raises_at_once
 from speedtorch.plan.host_copy import HostCopy
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.fixed_blocks import rank_error
-from speedtorch.step.fixed_memory import FixedMemory
+from speedtorch.step.fixed_memory import FixedMemory, Replays
 
 __all__ = ["FaultConsensus"]
 
@@ -33,21 +34,23 @@ class FaultConsensus:
     """
 
     def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
-        self._memory, self._ranks = memory, ranks
+        self.memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
         """All-reduced fault codes that read_fault() has not read."""
         self._expected: Tensor | None = None
         self._calls: list[HostCopy] = []
         """The ranks' call codes since the last lookup, not compared yet."""
+        self._captured: list[Tensor] | None = None
+        """The all-reduced fault codes of a capture's lookups; None outside of capturing()."""
 
     @property
     def compares_at_once(self) -> bool:
         """Whether ranks compare their calls before they exchange anything."""
-        return raises_at_once(self._memory.held.device) or self._ranks.has_barrier
+        return raises_at_once(self.memory.held.device) or self._ranks.has_barrier
 
     def compare_calls(self, calls: Sequence[Call]) -> Tensor | None:
         """Like Requests.compare_calls; more than one call only if compares_at_once."""
-        name, device = self._memory.held.name, self._memory.held.device
+        name, device = self.memory.held.name, self.memory.held.device
         if self.compares_at_once:
             self._ranks.compare_calls(name, calls, device)
             return None
@@ -62,7 +65,7 @@ class FaultConsensus:
         Waits for the GPU that gathers the ranks' call codes.
         """
         while self._calls:
-            self._ranks.compare_codes(self._memory.held.name, self._calls[0], 1)
+            self._ranks.compare_codes(self.memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
     def raise_if_calls_differ(self) -> None:
@@ -71,18 +74,18 @@ class FaultConsensus:
             self.check()
         except DisagreementError:
             self._calls, self._last = [], []
-            self._memory.resume()
+            self.memory.resume()
             raise
 
     def stop(self, fault: Tensor) -> None:
         """See FixedMemory.stop."""
-        with self._memory.lock:
-            self._memory.stop(fault)
+        with self.memory.lock:
+            self.memory.stop(fault)
 
     def expect(self, faults: list[Tensor]) -> None:
         """Sets the fault codes of the next lookup's ids: `[1]` each, on the device."""
         self._expected = None
-        if not raises_at_once(self._memory.held.device):  # otherwise faults are already raised
+        if not raises_at_once(self.memory.held.device):  # otherwise faults are already raised
             self._expected = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
@@ -93,17 +96,58 @@ class FaultConsensus:
         if self._expected is not None:
             fault = torch.maximum(fault, self._expected)
         largest = self._ranks.all_reduce_max_(fault)
+        if self._captured is not None:
+            self._captured.append(largest)
+            return largest
         if not raises_at_once(largest.device):
-            self._last.append(HostCopy(largest))
+            self.note(largest)
             return largest
         if code := int(largest):
             self._ranks.count_error()
         return code
 
-    def read_fault(self) -> int:
-        """Reads the largest fault code since the previous read; 0: no fault. Waits for the GPU."""
-        last, self._last = self._last, []
-        name = self._memory.held.name
+    def note(self, fault: Tensor) -> None:
+        """Queues an all-reduced fault code, `[1]`, for read_fault()."""
+        self._last.append(HostCopy(fault))
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph may capture lookups now."""
+        return self._captured is not None
+
+    @contextmanager
+    def capturing(self, call: Call) -> Iterator[Replays]:
+        """See Lookups.capturing. Ranks compare `call` before each replay."""
+        captured: list[Tensor] = []
+        self._captured = captured
+        replays = _Replays(self, call)
+        try:
+            yield replays
+            if captured:
+                replays.fault = torch.cat(captured).amax(0, keepdim=True)
+        finally:
+            self._captured = None
+
+    def before_replay(self, call: Call, compared: set[object]) -> None:
+        """Raises DisagreementError on all ranks unless all are about to replay a graph.
+
+        Then raises the faults of the replays before the last one, on all ranks. The code of the
+        last replay is not read, because the host would wait for its end.
+        """
+        if self._ranks not in compared:
+            compared.add(self._ranks)
+            self._ranks.compare_calls(self.memory.held.name, [call], self.memory.held.device)
+        if fault := self.read_fault(keep=1):
+            self.raise_fault(fault)
+
+    def read_fault(self, *, keep: int = 0) -> int:
+        """Reads the largest fault code since the previous read; 0: no fault. Waits for the GPU.
+
+        The last `keep` codes are left for a later read.
+        """
+        last = self._last[: len(self._last) - keep]
+        self._last = self._last[len(last) :]
+        name = self.memory.held.name
         return max((self._ranks.read(name, code)[0] for code in last), default=0)
 
     def raise_fault(self, fault: int) -> None:
@@ -112,15 +156,36 @@ class FaultConsensus:
         A rank at fault raises the error of its exchange; the other ranks raise rank_error().
         """
         error: IndexError | RuntimeError | None = None
-        device = self._memory.held.device
+        device = self.memory.held.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         try:
-            self._memory.raise_faults()
+            self.memory.raise_faults()
         except (IndexError, RuntimeError) as found:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.all_reduce_max_(is_new)):
             self._ranks.count_error()
             outcome = "Its lookup returned zeros. No row has changed."
-            raise error or rank_error(self._memory.held.name, fault, outcome)
+            raise error or rank_error(self.memory.held.name, fault, outcome)
+
+
+class _Replays(Replays):
+    """The rows of one table on all ranks in the replays of a CUDA graph."""
+
+    fault: Tensor | None = None
+    """The largest fault code of a replay's lookups, `[1]`, in the graph's memory."""
+
+    def __init__(self, consensus: FaultConsensus, call: Call) -> None:
+        super().__init__(consensus.memory)
+        self._consensus, self._call = consensus, call
+
+    def before(self, compared: set[object]) -> None:
+        """See Replays.before."""
+        self._consensus.before_replay(self._call, compared)
+        super().before(compared)
+
+    def after(self) -> None:
+        """See Replays.after."""
+        if self.fault is not None:
+            self._consensus.note(self.fault)

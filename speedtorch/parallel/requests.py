@@ -136,15 +136,15 @@ class Requests:
         """The batch of the latest lookup."""
         exchange.steps.disable_lookup_check()
         exchange.steps.agree_on_steps(WeakMethod(self.before_step))
-        self._consensus: FaultConsensus | None = None
+        self.consensus: FaultConsensus | None = None
         self._fixed: tuple[FairShares, int, FaultConsensus] | None = None
         """Arguments of FixedRequest if the exchange has a capacity."""
         if isinstance(memory := exchange.memory, FixedMemory):
             assert no_row is not None
-            self._consensus = FaultConsensus(memory, ranks)
-            memory.agree_with(self._consensus)
+            self.consensus = FaultConsensus(memory, ranks)
+            memory.agree_with(self.consensus)
             shares = FairShares(memory.capacity, sharding, padded)
-            self._fixed = shares, no_row, self._consensus
+            self._fixed = shares, no_row, self.consensus
 
     @property
     def shared_by(self) -> tuple[Ranks, torch.device]:
@@ -218,7 +218,7 @@ class Requests:
             if not planned.is_exchanged:
                 self._exchange_and_plan(planned)
                 self._exchange.steps.announce(planned.announced)
-        if found is not None and not is_next and self._consensus is not None:
+        if found is not None and not is_next and self.consensus is not None:
             self._exchange_ids(found[0])
             raise RuntimeError(
                 f"{self._exchange.name}: on several ranks, a module with capacity= must look ids up"
@@ -233,16 +233,16 @@ class Requests:
         If errors of rows with a capacity are raised later, returns whether the ranks differ, `[1]`.
         """
         calls = [Call(kind, self._number, lookup)]
-        if self._consensus is not None:
-            return self._consensus.compare_calls(calls)
+        if self.consensus is not None:
+            return self.consensus.compare_calls(calls)
         self._ranks.compare_calls(self._exchange.name, calls, self._exchange.held.device)
         return None
 
     def compare_before_backward(self, lookup: int) -> None:
         """Like compare_calls(), before a lookup's gradients are sent to the owners."""
         fault = self.compare_calls(Kind.GRADIENTS, lookup)
-        if fault is not None and self._consensus is not None:
-            self._consensus.stop(fault)
+        if fault is not None and self.consensus is not None:
+            self.consensus.stop(fault)
 
     def before_step(self, compared: set[object], *, fails: bool) -> None:
         """With a barrier, raises DisagreementError on all ranks unless all are about to step.
@@ -261,7 +261,7 @@ class Requests:
 
         Raises IndexError on all ranks if an id on one of them is out of range.
         """
-        if self._consensus is None:
+        if self.consensus is None:
             return self.for_step(ids)
         self._before_lookup()
         (request,) = self._request([ids], trains=False)
@@ -281,22 +281,25 @@ class Requests:
                 self._exchange.held.announced.give_up()
 
     def _before_lookup(self) -> None:
-        """Raises the errors found at the last lookup, and RuntimeError during graph capture."""
-        if self._exchange.held.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """Raises the errors found at the last lookup, and RuntimeError in a capture of others."""
+        if self.consensus is not None and self.consensus.is_capturing:
+            return  # the replays raise the errors
+        if self._exchange.held.captures():
             raise RuntimeError(
-                f"{self._exchange.name}: a CUDA graph cannot capture a lookup of rows that are"
-                " sharded among ranks. Capture only the code after the lookup."
+                f"{self._exchange.name}: torch.cuda.graph cannot capture a lookup of rows that are"
+                " sharded among ranks. Use speedtorch.graphed(), or capture only the code after the"
+                " lookup."
             )
         self._forget_after_errors()
         latest, self._latest = self._latest, None
-        if self._consensus is None:
+        if self.consensus is None:
             return
-        self._consensus.raise_if_calls_differ()
-        if not (fault := self._consensus.read_fault()):
+        self.consensus.raise_if_calls_differ()
+        if not (fault := self.consensus.read_fault()):
             return
         self._announced = []
         try:
-            self._consensus.raise_fault(fault)
+            self.consensus.raise_fault(fault)
         except (IndexError, RuntimeError):
             if fault in (BAD_IDS, OVER_SHARE):
                 for request in [] if latest is None else latest.requests:
@@ -306,10 +309,10 @@ class Requests:
 
     def _expect(self, plans: Sequence[PlannedRequests], fault: Tensor | None = None) -> None:
         """Passes the fault codes of the planned batches to the FaultConsensus, if there is one."""
-        if self._consensus is not None:
+        if self.consensus is not None:
             faults = [fault for planned in plans for fault in planned.faults]
             faults += [] if fault is None else [fault * OTHER_MODULE]
-            self._consensus.expect(faults)
+            self.consensus.expect(faults)
 
     def plan_announced(self, parts: Sequence[Ids]) -> PlannedRequests:
         """Like PlannedSteps.plan_announced; discards batches announced before the latest lookup."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from speedtorch.parallel.lookup_request import LookupRequest
 from speedtorch.parallel.ranks import Ranks, RequestedRows
 from speedtorch.parallel.requests import Requests
 from speedtorch.step.disagreement import DisagreementError
+from speedtorch.step.fixed_memory import Replays
 from speedtorch.step.trained_rows import Bags, TrainedRows, check_once
 from speedtorch.torch_internals import (
     active_data_parallel,
@@ -173,6 +174,25 @@ class ShardedRows(SharedLookups):
         """Makes the other ranks raise at their next call, unless their loops raise as well."""
         with suppress(DisagreementError):  # the caller raises this rank's own error
             self.exchange.compare_calls(Kind.NONE)
+
+    def check_capturable(self, *, prefetches: bool) -> None:
+        """See Lookups.check_capturable."""
+        if prefetches:
+            raise NotImplementedError(
+                f"graphed: the rows of {self.rows.name} are sharded among ranks, so a replay cannot"
+                " load the rows of the next batch. Call graphed() without next_ids."
+            )
+        if not self.ranks.has_barrier:
+            raise NotImplementedError(
+                f"graphed: the ranks that share the rows of {self.rows.name} are on several"
+                " machines, and cannot compare their replays. Train without graphed()."
+            )
+
+    def capturing(self) -> AbstractContextManager[Replays]:
+        """See Lookups.capturing."""
+        consensus = self.exchange.consensus
+        assert consensus is not None
+        return consensus.capturing(Call(Kind.REPLAY, self._number))
 
     def read(self, ids: Ids) -> Tensor:
         """See TrainedRows.read."""

@@ -19,7 +19,7 @@ from speedtorch.step.fixed_blocks import REFUSED, rank_error
 from speedtorch.step.row_lock import serialized
 from speedtorch.step.step import Batch, Copy, PendingTransfer, Prefetched, Step
 
-__all__ = ["FaultAllReduce", "FixedMemory"]
+__all__ = ["FaultAllReduce", "FixedMemory", "Replays"]
 
 _Made = TypeVar("_Made")
 _Arguments = ParamSpec("_Arguments")
@@ -33,6 +33,20 @@ class FaultAllReduce(Protocol):
 
     def check(self) -> None:
         """Raises RuntimeError if ranks made different calls since the last lookup."""
+
+
+class Replays:
+    """The rows of one table in the replays of a CUDA graph."""
+
+    def __init__(self, memory: FixedMemory) -> None:
+        self._memory = memory
+
+    def before(self, compared: set[object]) -> None:
+        """Called before a replay; `compared` records the ranks that have compared the replay."""
+        self._memory.before_replay()
+
+    def after(self) -> None:
+        """Called after a replay was launched."""
 
 
 class FixedMemory(BlockMemory):
@@ -273,7 +287,8 @@ class FixedMemory(BlockMemory):
     def before_replay(self) -> None:
         """Called before the replay of a CUDA graph that contains a whole step of the rows."""
         held = self.held
-        self.raise_faults()
+        if self._ranks is None:
+            self.raise_faults()
         held.complete(ahead=False)
         held.drop_prefetched()
         held.read_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from speedtorch.ops.functions import pool_rows, rows_at
 from speedtorch.step.cache_budget import CacheBudget, Need
 from speedtorch.step.cached_store import CachedStore
+from speedtorch.step.fixed_memory import FixedMemory, Replays
 from speedtorch.step.hot_rows import CacheReport
 from speedtorch.step.parameter_view import OptimizerState
 from speedtorch.step.resident_store import store_of
@@ -245,6 +247,15 @@ class TrainedRows(WholeWeight):
 
         Does nothing without other ranks; ShardedRows makes the other ranks raise.
         """
+
+    def check_capturable(self, *, prefetches: bool) -> None:
+        """See Lookups.check_capturable; a graph can contain every lookup with a capacity."""
+
+    def capturing(self) -> AbstractContextManager[Replays]:
+        """See Lookups.capturing."""
+        memory = self.exchange.memory
+        assert isinstance(memory, FixedMemory)
+        return nullcontext(Replays(memory))
 
     def makes_sparse(self, *, requested: bool) -> bool:
         """Whether autograd makes a sparse gradient, by request or for the optimizer."""

@@ -1,0 +1,205 @@
+"""A step of rows that are sharded among ranks trains in a CUDA graph as it does without one.
+
+On the CPU the same calls run the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_backends import NEEDS_GPU, NEEDS_GPUS, ON_RANKS
+from rank_processes import own_device
+from sharded_training import (
+    ROWS,
+    WIDTH,
+    local_ids,
+    made_collection,
+    own_rows,
+    raises,
+    row_modules,
+    same,
+)
+from torch import Tensor, nn, optim
+
+import speedtorch
+from speedtorch.parallel.shard import shard
+from speedtorch.step.disagreement import DisagreementError
+
+pytestmark = ON_RANKS
+ONE_AND_TWO = pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (2, "gloo"),
+        pytest.param(1, "nccl", marks=NEEDS_GPU),
+        pytest.param(2, "nccl", marks=NEEDS_GPUS),
+    ],
+)
+ON_GPUS = pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [pytest.param(1, "nccl", marks=NEEDS_GPU), pytest.param(2, "nccl", marks=NEEDS_GPUS)],
+)
+CAPACITY, IDS, STEPS = 40, 8, 12
+
+
+def random_ids(step: int, *, rows: int = ROWS, count: int = IDS) -> Tensor:
+    """This rank's ids of a step, some of them equal."""
+    random = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    ids = torch.randint(rows, (count,), generator=random)
+    return ids.where(torch.rand(count, generator=random) < 0.8, 5).to(own_device())
+
+
+def flushed(model: nn.Module) -> list[Tensor]:
+    """The rows and state of this rank."""
+    for module in row_modules(model):
+        module.flush()
+    return own_rows(model)
+
+
+class Training:
+    """Two lookups of a table, their optimizer, and a trained scale of this rank's own."""
+
+    def __init__(
+        self,
+        make: Callable[..., optim.Optimizer],
+        *,
+        is_graphed: bool,
+        rows: int = ROWS,
+        capacity: int = CAPACITY,
+    ) -> None:
+        torch.manual_seed(3)
+        self.module = speedtorch.Embedding(rows, WIDTH, capacity=capacity).to(own_device())
+        shard(nn.Sequential(self.module))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, device=own_device()))
+        self.optimizer = make([self.module.weight, self.scale])
+        speedtorch.attach(self.optimizer, self.module)
+        self.run: Any = self.step
+        if is_graphed:
+            self.run = self.graphed()
+
+    def graphed(self) -> Any:
+        both = nn.ModuleList([self.module, nn.ParameterList([self.scale])])
+        example = random_ids(99), random_ids(98)
+        return speedtorch.graphed(self.step, *example, modules=both, optimizers=self.optimizer)
+
+    def step(self, first: Tensor, second: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        self.module.announce(first, second)
+        found = (self.module(first) * self.scale).square().sum()
+        loss = found + (self.module(second) - 1).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def everything(self) -> list[Tensor]:
+        return [*flushed(self.module), self.scale.detach().clone()]
+
+
+def adam(parameters: Any) -> optim.Optimizer:
+    return optim.Adam(parameters, lr=0.1, fused=True, capturable=own_device().type == "cuda")
+
+
+def sgd(parameters: Any) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+@ONE_AND_TWO
+def test_replays_train_as_eager_steps_do() -> None:
+    """Lookups without gradients, flushes and batches of other shapes come between replays."""
+    for make in (adam, sgd):
+        eager, graphed = (Training(make, is_graphed=choice) for choice in (False, True))
+        assert same(graphed.everything(), eager.everything())  # warm-ups change nothing
+        for step in range(STEPS):
+            count = IDS - 3 if step == 7 else IDS
+            batch = [random_ids(2 * step + k, count=count) for k in (0, 1)]
+            losses = [each.run(*batch).clone() for each in (eager, graphed)]
+            assert torch.equal(*losses), step
+            if step % 5 == 2:
+                every = local_ids(*range(ROWS))
+                with torch.no_grad():
+                    assert torch.equal(graphed.module(every), eager.module(every))
+            if step % 4 == 3:
+                assert same(graphed.everything(), eager.everything()), step
+        assert same(graphed.everything(), eager.everything())
+
+
+@ONE_AND_TWO
+def test_a_collection_trains_in_a_graph() -> None:
+    """Several tables, some of another width, share the exchanges of a step."""
+    models = [made_collection(40) for _ in range(2)]
+    runs = []
+    for model in models:
+        shard(model)
+        optimizer = adam(model.parameters())
+        speedtorch.attach(optimizer, model)
+
+        def step(
+            batch: dict[str, Tensor],
+            model: nn.Module = model,
+            optimizer: optim.Optimizer = optimizer,
+        ) -> None:
+            optimizer.zero_grad()
+            model(batch).values().square().sum().backward()
+            optimizer.step()
+
+        runs.append((step, optimizer))
+
+    def batch(step: int) -> dict[str, Tensor]:
+        sizes = {"a": 37, "b": 5, "c": 29}
+        return {n: random_ids(step, rows=rows).view(4, 2) % rows for n, rows in sizes.items()}
+
+    step, optimizer = runs[1]
+    graph = speedtorch.graphed(step, batch(99), modules=models[1], optimizers=optimizer)
+    for number in range(STEPS):
+        runs[0][0](batch(number))
+        graph(batch(number))
+    assert same(flushed(models[1]), flushed(models[0]))
+
+
+@ON_GPUS
+def test_a_fault_of_one_rank_raises_on_all_and_changes_no_row() -> None:
+    """A bad id, or too many rows, of the last rank; training continues after the error."""
+    rows, capacity = 400, 12
+    training = Training(adam, is_graphed=True, rows=rows, capacity=capacity)
+    few, others = local_ids(*range(4), *range(4)), local_ids(*range(2, 6), *range(2, 6))
+    many = local_ids(*range(IDS)), local_ids(*range(IDS, 2 * IDS))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for kind, bad in ((IndexError, (few, few + rows)), (RuntimeError, many)):
+        training.run(few, others)
+        before = training.everything()[:-1]
+        with pytest.raises(kind, match="Embedding"):
+            training.run(*(bad if is_last else (few, others)))
+            for _ in range(4):
+                training.run(few, others)
+        assert same(training.everything()[:-1], before)
+        training.run(few, others)
+        assert not same(training.everything()[:-1], before)
+
+
+@ON_GPUS
+def test_ranks_at_other_calls_raise() -> None:
+    if dist.get_world_size() == 1:
+        return
+    training = Training(adam, is_graphed=True)
+    batch = random_ids(0), random_ids(1)
+    before = training.everything()
+    run = training.step if dist.get_rank() else training.run
+    raises(DisagreementError, r"ranks \[0\] are at a step of graphed\(\) with", lambda: run(*batch))
+    assert same(training.everything(), before)
+    training.run(*batch)
+    assert not same(training.everything(), before)
+
+
+@ON_GPUS
+def test_next_ids_are_refused() -> None:
+    training, ids = Training(adam, is_graphed=False), random_ids(0)
+    given = {"modules": training.module, "optimizers": training.optimizer}
+    raises(
+        NotImplementedError,
+        "rows of Embedding are sharded among ranks, so a replay cannot load the rows of the next",
+        lambda: speedtorch.graphed(training.step, ids, ids, next_ids=ids, **given),
+    )
+    training.run(ids, ids)
