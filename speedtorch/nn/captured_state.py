@@ -7,7 +7,7 @@ values are copied to the graph's tensors, and the graph's tensors replace them i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -206,15 +206,15 @@ def restored_afterwards(
         for optimizer in optimizers
     ]
     random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
-    with as_plain():
-        for memory in memories.values():
-            memory.pause_rows()
+    paused = ExitStack()
     try:
+        with as_plain():
+            for memory in memories.values():
+                paused.enter_context(memory.paused())
         yield
     finally:
         with as_plain():
-            for memory in memories.values():
-                memory.unpause_rows()
+            paused.close()
         torch.set_rng_state(random[0])
         torch.cuda.set_rng_state(random[1], device)
         with torch.no_grad(), as_plain():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,11 @@ from torch.optim import Optimizer
 from speedtorch.nn.captured_state import CapturedState, restored_afterwards
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import Lookups, RowModule
+from speedtorch.optim.attached_state import state_of
 from speedtorch.optim.optimizer_copy import settings_of
+from speedtorch.optim.wrappers import stepped_by
 from speedtorch.step.fixed_memory import FixedMemory
+from speedtorch.step.row_weight import RowWeight
 from speedtorch.step.trained_rows import TrainedRows
 from speedtorch.torch_internals import as_plain, capturing, tree_flatten, tree_leaves, tree_map
 
@@ -26,7 +30,12 @@ _Kind = TypeVar("_Kind")
 
 _ISOLATION = ("cudaErrorStreamCaptureIsolation", "cudaErrorStreamCaptureImplicit")
 """CUDA errors of a capture that waits for work outside of the capture."""
+_HOST_WAITS = ("cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is")
+"""CUDA errors of a capture in which the host waits for the GPU."""
 _WARM_UPS = 3  # as in torch's documentation of CUDA graphs
+_CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_MANY_UNLIKE = 10
+"""Batches unlike the example, in a row, after which a graph warns."""
 
 
 class GraphedStep(ABC):
@@ -83,7 +92,9 @@ class GraphedStep(ABC):
             raise RuntimeError(
                 "graphed: a CUDA graph repeats the numbers of its capture, but hyperparameters have"
                 f" changed since then: {_changed(self._settings, now)}. Pass lr as a tensor on the"
-                " device of the rows (lr=torch.tensor(..., device=...)), or call graphed() again."
+                " device of the rows (lr=torch.tensor(..., device=...)), keep the other"
+                " hyperparameters constant (OneCycleLR: cycle_momentum=False), or call graphed()"
+                " again."
             )
         if next_ids is not None and not self._named:
             raise ValueError("graphed: next_ids need an example. Pass next_ids= to graphed() too.")
@@ -106,6 +117,9 @@ class _Uncaptured(GraphedStep):
 
 class _Captured(GraphedStep):
     """A step in a CUDA graph."""
+
+    _unlike = 0
+    """The number of batches unlike the example since the last replay."""
 
     def __init__(
         self,
@@ -131,15 +145,18 @@ class _Captured(GraphedStep):
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # Each stream reads what the other wrote before, so each waits for the other.
             side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    step(*self._inputs)
-            torch.cuda.current_stream(self._device).wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(_WARM_UPS):
+                        step(*self._inputs)
+            finally:
+                torch.cuda.current_stream(self._device).wait_stream(side)
+        _drop_gradients(modules, optimizers)
         self._settings = self._numbers()
         self._graph = torch.cuda.CUDAGraph()
         # Capture on the stream of the warm-ups: autograd nodes that are still alive belong to it.
         with (
-            _explained_isolation(),
+            _explained(),
             capturing(self._graph, side),
             ExitStack() as contexts,
         ):
@@ -170,7 +187,16 @@ class _Captured(GraphedStep):
 
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         if not self._fits(batch):
-            return self._step(*batch)
+            self._unlike += 1
+            if self._unlike == _MANY_UNLIKE:
+                warnings.warn(
+                    f"graphed: the last {_MANY_UNLIKE} batches were unlike the example and were"
+                    " trained without the graph, at the speed of eager steps. A batch needs the"
+                    " structure, shapes, dtypes and non-tensor values of the example.",
+                    stacklevel=3,
+                )
+            return _without_nodes(self._step(*batch))
+        self._unlike = 0
         with as_plain():
             compared: set[object] = set()
             for replays in self._replays:
@@ -199,14 +225,33 @@ class _Captured(GraphedStep):
         return own_form == given_form and all(map(_alike, own, given))
 
 
+def _drop_gradients(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """Sets gradients to None before a capture, so that each replay writes them anew.
+
+    A capture would otherwise add to the warm-ups' gradients, in memory that the graph does not own.
+    """
+    params = [param for module in modules for param in module.parameters()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for param in [*params, *(param for group in groups for param in group["params"])]:
+        if not isinstance(param, RowWeight):  # a step of rows begins without a gradient
+            param.grad = None
+
+
 @contextmanager
-def _explained_isolation() -> Iterator[None]:
-    """Replaces CUDA's errors about work outside of the capture by an error with the remedies."""
+def _explained() -> Iterator[None]:
+    """Replaces CUDA's errors of a capture by errors with the remedies."""
     try:
         yield
     except RuntimeError as error:
         cause: BaseException | None = error
         while cause is not None:
+            if any(name in str(cause) for name in _HOST_WAITS):
+                raise RuntimeError(
+                    "graphed: the step makes the host wait for the GPU, for example by item(),"
+                    " print(), a condition on a tensor or a copy to the CPU. A CUDA graph cannot"
+                    " repeat this. Return the tensor and read it after the call. A GradScaler needs"
+                    " an optimizer with fused=True."
+                ) from error
             if any(name in str(cause) for name in _ISOLATION):
                 raise RuntimeError(
                     "graphed: the step waits for work outside of the capture, such as an earlier"
@@ -294,6 +339,21 @@ def _memories_of(
     return memories, list(lookups.values())
 
 
+def _check_optimizers(rows: Iterable[TrainedRows], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError unless all attached optimizers of the rows are among `optimizers`."""
+    if not optimizers:
+        raise ValueError("optimizers: expected the optimizers that the step steps, got none")
+    known = [inner for optimizer in optimizers for inner in stepped_by(optimizer)]
+    for table in rows:
+        state = state_of(table)
+        if state is not None and state.optimizer() not in known:
+            raise ValueError(
+                f"optimizers: expected also the {type(state.optimizer()).__name__} that is attached"
+                f" to {table.name}. Warm-up steps would change the state of an optimizer that is"
+                " not listed."
+            )
+
+
 def graphed(
     step: Callable[..., Any],
     *example: Any,
@@ -359,6 +419,14 @@ def graphed(
     modules = _listed("modules", modules, nn.Module)
     optimizers = _listed("optimizers", optimizers, Optimizer)
     memories, lookups = _memories_of(modules)
+    _check_optimizers(memories, optimizers)
+    for value in tree_leaves(example):
+        if not isinstance(value, (Tensor, *_CONSTANTS)):
+            raise TypeError(
+                "example: expected tensors, numbers, strings or None, in lists, tuples and dicts,"
+                f" got {type(value).__name__}. A graph copies only tensors. Pass this object's"
+                " tensors, and convert arrays with torch.as_tensor()."
+            )
     if all(rows.parameter.is_cpu for rows in memories):
         return _Uncaptured(step, modules, optimizers, next_ids)
     return _Captured(step, example, modules, optimizers, next_ids, memories, lookups)

@@ -120,11 +120,10 @@ class FaultConsensus:
         """See Lookups.capturing. Ranks compare `call` before each replay."""
         captured: list[Tensor] = []
         self._captured = captured
-        replays = _Replays(self, call)
         try:
-            yield replays
+            yield _Replays(self, call, captured)
             if captured:
-                replays.fault = torch.cat(captured).amax(0, keepdim=True)
+                captured[:] = [torch.cat(captured).amax(0, keepdim=True)]
         finally:
             self._captured = None
 
@@ -171,14 +170,15 @@ class FaultConsensus:
 
 
 class _Replays(Replays):
-    """The rows of one table on all ranks in the replays of a CUDA graph."""
+    """The rows of one table on all ranks in the replays of a CUDA graph.
 
-    fault: Tensor | None = None
-    """The largest fault code of a replay's lookups, `[1]`, in the graph's memory."""
+    `faults` has the largest fault code of a replay's lookups, `[1]`, in the graph's memory; it is
+    empty if the graph has no lookup of the table.
+    """
 
-    def __init__(self, consensus: FaultConsensus, call: Call) -> None:
+    def __init__(self, consensus: FaultConsensus, call: Call, faults: list[Tensor]) -> None:
         super().__init__(consensus.memory)
-        self._consensus, self._call = consensus, call
+        self._consensus, self._call, self._faults = consensus, call, faults
 
     def before(self, compared: set[object]) -> None:
         """See Replays.before."""
@@ -187,5 +187,5 @@ class _Replays(Replays):
 
     def after(self) -> None:
         """See Replays.after."""
-        if self.fault is not None:
-            self._consensus.note(self.fault)
+        for fault in self._faults:
+            self._consensus.note(fault)

@@ -143,7 +143,10 @@ class FixedMemory(BlockMemory):
             raise RuntimeError(f"{remedy} was later, and a CUDA graph cannot check its ids.")
         batch = self.planned(parts, held.now.batches[0])
         if more := batch.new_row_count:
-            raise RuntimeError(f"{remedy} has {more} new rows. Nothing has changed.")
+            raise RuntimeError(
+                f"{remedy} has {more} new rows. Nothing has changed. If the earlier lookups belong"
+                " to a step that you gave up, call zero_grad()."
+            )
         return held.now.with_batch(batch, is_planned=is_planned)
 
     def sent(self, pending: PendingTransfer, following: Batch | None) -> Prefetched | None:
@@ -248,24 +251,24 @@ class FixedMemory(BlockMemory):
 
     # ---- CUDA graphs
 
-    @serialized
-    def pause_rows(self) -> None:
-        """Makes lookups return zeros (except padding) and train no row, until unpause_rows()."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """In this context lookups return zeros (except padding) and train no row."""
         held = self.held
-        held.write_back()
-        self.raise_faults()
-        if not self._blocks.are_for(held.device, held.fields):
-            self._blocks.make(held.device, held.fields)
-        self._blocks.is_halted.fill_(1)
-
-    @serialized
-    def unpause_rows(self) -> None:
-        """Ends pause_rows()."""
-        held = self.held
-        held.drop_prefetched()
-        held.announced.forget()
-        self._blocks.resume()
-        held.take(held.now._replace(stepped=True))  # the next lookup begins a step
+        with self.lock:
+            held.write_back()
+            self.raise_faults()
+            if not self._blocks.are_for(held.device, held.fields):
+                self._blocks.make(held.device, held.fields)
+        try:
+            self._blocks.is_halted.fill_(1)
+            yield
+        finally:
+            with self.lock:
+                held.drop_prefetched()
+                held.announced.forget()
+                self._blocks.resume()
+                held.take(held.now._replace(stepped=True))  # the next lookup begins a step
 
     @contextmanager
     def prefetching_for_replay(self, parts: Sequence[Tensor] | None) -> Iterator[None]:

@@ -579,3 +579,62 @@ def test_a_compiled_step_trains_with_a_capacity() -> None:
         step(*batch)
     for name, value in plain.everything().items():
         torch.testing.assert_close(world.everything()[name], value)
+
+
+def test_gradients_that_the_caller_sets_to_none_do_not_add_up() -> None:
+    """zero_grad() is called outside of the captured step."""
+    eager, world = World(), World()
+
+    def without_zero_grad(ids: Tensor, targets: Tensor) -> None:
+        (world.embedding(ids) * world.scale - targets).square().mean().backward()
+        world.optimizer.step()
+
+    first, *given = batches(8)
+    modules = {"modules": world.model, "optimizers": world.optimizer}
+    step = speedtorch.graphed(without_zero_grad, *first, **modules)
+    for ids, targets in given:
+        world.optimizer.zero_grad()
+        step(ids, targets)
+        eager.step(ids, targets)
+    assert_same_worlds(world, eager)
+
+
+def test_a_capture_that_fails_in_its_preparation_stops_no_table() -> None:
+    """The second module has a fault that no call has raised."""
+    first, second = World(capacity=30), World(capacity=30)
+    ids, targets = batches(1)[0]
+    first.step(ids, targets)
+    second.step(torch.arange(IDS, device="cuda"), targets)
+    torch.cuda.synchronize()
+    modules = [first.model, second.model]
+    optimizers = [first.optimizer, second.optimizer]
+    with pytest.raises(RuntimeError, match="40 unique rows, but capacity=30"):
+        speedtorch.graphed(lambda: None, modules=modules, optimizers=optimizers)
+    before = first.embedding.table["weight"].clone()
+    first.step(ids, targets)
+    first.embedding.flush()
+    assert not torch.equal(first.embedding.table["weight"], before)
+
+
+def test_a_step_that_reads_a_number_is_explained() -> None:
+    world, (ids, targets) = World(), batches(1)[0]
+    before = world.everything()
+    with pytest.raises(RuntimeError, match="the step makes the host wait for the GPU"):
+        speedtorch.graphed(
+            lambda ids, targets: world.step(ids, targets).item(),
+            ids,
+            targets,
+            modules=world.model,
+            optimizers=world.optimizer,
+        )
+    assert_same_content(world.everything(), before)
+    world.step(ids, targets)
+
+
+def test_many_batches_unlike_the_example_warn_once() -> None:
+    world = World()
+    step, (ids, targets) = world.graphed(), batches(1)[0]
+    with pytest.warns(UserWarning, match="the last 10 batches were unlike the example") as found:
+        for _ in range(25):
+            assert not step(ids[:-1], targets[:-1]).requires_grad
+    assert len(found) == 1

@@ -10,7 +10,7 @@ import torch
 from conftest import NEEDS_GPU
 from reference import assert_same_content
 from small_training import SmallTraining
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 import speedtorch
 
@@ -53,6 +53,12 @@ def test_a_hyperparameter_that_a_graph_would_not_see_is_the_same_error() -> None
     assert_same_content(training.fields(), before)
 
 
+def with_example(example: Any) -> object:
+    training = made()
+    given = {"modules": training.module, "optimizers": training.optimizer}
+    return speedtorch.graphed(training.step, example, **given)
+
+
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: made().graphed()(made().batch(0), next_ids=made().batch(1)),
@@ -76,6 +82,18 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         r"optimizers: expected Optimizer or .* got \[3\]",
     ),
+    (lambda: made().graphed(optimizers=[]), ValueError, "optimizers: expected the optimizers"),
+    (
+        lambda: made().graphed(optimizers=optim.SGD([nn.Parameter(torch.ones(1))])),
+        ValueError,
+        "optimizers: expected also the Adam that is attached to Embedding",
+    ),
+    (
+        lambda: with_example(made().batch(0).numpy()),
+        TypeError,
+        "example: expected tensors, numbers, strings or None.* got ndarray",
+    ),
+    (lambda: with_example({"ids": [object()]}), TypeError, "example: .* got object"),
 ]
 
 
