@@ -50,6 +50,7 @@ class PlainTable:
     waiting: list[tuple[Tensor, ...]] = field(default_factory=list)  # announced, call by call
     before: list[tuple[Tensor, ...]] = field(default_factory=list)  # of a batch perhaps given up
     is_new: bool = False  # the next announcement is of another batch
+    returned: list[tuple[Tensor, ...]] = field(default_factory=list)  # `waiting` of a loop's batch
     due: tuple[Tensor, ...] = ()  # of a loop's batch: a step that begins with it has all its rows
     kept: bool = False
     capacity: bool = False  # lookups of a step may bring no rows after the first
@@ -93,7 +94,12 @@ class PlainTable:
 
     def end_loop(self) -> None:
         """See PlainTraining.end_loop."""
-        self.due, self.waiting, self.before, self.is_new = (), [], [], False
+        self.due = ()
+        if self.returned and self.waiting is self.returned:
+            self.waiting, self.before, self.is_new = [], [], False
+        elif self.before is self.returned:
+            self.before = []
+        self.returned = []
 
     def _begin(self, ids: Tensor, announced: list[Tensor]) -> None:
         self.held, self.gradient, self.over, self.kept = set(), None, False, False
@@ -233,7 +239,7 @@ class PlainTraining:
             table.go_on()
 
     def end_loop(self) -> None:
-        """A loop ends, and nothing that was announced waits."""
+        """A loop ends, and what it has announced last does not wait, unless others joined it."""
         for table in self.tables:
             table.end_loop()
 

@@ -170,6 +170,7 @@ def _announce(parts: _Parts) -> None:
     with torch.enable_grad(), torch.inference_mode(False), together(several):
         for module, ids in several.items():
             module.announce(*ids)
+            module.lookups.steps.note_returned()
 
 
 def ids_of_modules(

@@ -88,6 +88,9 @@ class Steps(Protocol):
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
         """Raises IndexError for ids out of range, if the ids and the rows are on the CPU."""
 
+    def note_returned(self) -> None:
+        """Called after a loop has announced the ids of the batch that it returns."""
+
     def end_loop(self, loop: object) -> None:
         """Ends a loop that start_loop() has registered."""
 
@@ -541,8 +544,8 @@ class RowModule(nn.Module):
         - After the first lookup of a step, announce() loads the rows at once, and the step must
           look up the tensors.
         - If the step looks up none of them, their rows do not change. The optimizer's step,
-          load_state_dict(), resize() and the end of a prefetch() loop end the announcement;
-          zero_grad() before the lookups does not.
+          load_state_dict() and resize() end the announcement; zero_grad() before the lookups does
+          not. The end of a prefetch() loop ends only announcements of the loop.
         - Several calls announce ids of one step, looked up in the order of the calls. If a later
           call's tensors are looked up first, the earlier calls are discarded. Ids that remain from
           a step that raised an exception are discarded in this way.

@@ -127,6 +127,8 @@ class Requests:
         """The batches of announce() calls since the latest lookup before them."""
         self._announced_in = 0
         """`exchange.steps.batches_over` at the last announce()."""
+        self._returned: list[PlannedRequests] = []
+        """The latest announced batch at the time when a loop returned its batch, if any."""
         self._expected: PlannedRequests | None = None
         """The prefetched batch that a loop has yielded last."""
         self._was_looked_up = False
@@ -370,13 +372,20 @@ class Requests:
     def refuse_bad(self, parts: Sequence[Tensor]) -> None:
         """Does nothing: the lookup raises the error on all ranks."""
 
+    def note_returned(self) -> None:
+        """See PlannedSteps.note_returned."""
+        self._returned = self._announced[-1:]
+        self._exchange.steps.note_returned()
+
     def end_loop(self, loop: object) -> None:
         """See PlannedSteps.end_loop."""
+        if not self._exchange.steps.is_loop(loop):  # another loop may be running
+            return
         self._expected = None
-        before = self._exchange.steps.batches_over
-        self._exchange.steps.end_loop(loop)
-        if self._exchange.steps.batches_over != before:  # it gave up announced ids
+        if self._announced[-1:] == self._returned:
             self._announced = []
+        self._returned = []
+        self._exchange.steps.end_loop(loop)
 
     def _plan(self, batch: PlannedRequests) -> None:
         """Exchanges a batch's ids and plans the requested rows, after the batch before.

@@ -41,8 +41,8 @@ class Announcements:
        batch gives it up by rule 1.
     4. An empty tensor may belong to any batch. An empty lookup therefore loads rows only of the
        latest batch, and none after a zero_grad() or an error that followed announce().
-    5. A step of the rows' optimizer, load_state_dict(), resize() and the end of a prefetch() loop
-       give up all waiting ids.
+    5. A step of the rows' optimizer, load_state_dict() and resize() give up all waiting ids. The
+       end of a prefetch() loop gives up the loop's ids, unless later ids have joined their batch.
 
     zero_grad() does not give up ids, so it may run between announce() and the lookups.
     """
@@ -87,6 +87,13 @@ class Announcements:
         """Gives up all waiting ids, and adds one to `batches_over`."""
         self.batches_over += 1
         self.forget()
+
+    def give_up_batch(self, announced: Announced) -> None:
+        """Gives up one batch, if it waits, and earlier ids."""
+        if self.latest is announced:
+            self.give_up()
+        elif self._before is announced:
+            self._before = None
 
     def forget(self) -> None:
         """Gives up all waiting ids."""

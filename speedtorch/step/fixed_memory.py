@@ -137,7 +137,8 @@ class FixedMemory(BlockMemory):
         held = self.held
         remedy = (
             f"{held.name}: with capacity= all lookups of a step must be announced before the first"
-            " of them, by announce() or prefetch(), or be one lookup. This call"
+            " of them, or be one lookup. Call announce(), also for the batch of a prefetch() loop"
+            " that has ended. This call"
         )
         if held.captures():
             raise RuntimeError(f"{remedy} was later, and a CUDA graph cannot check its ids.")

@@ -64,6 +64,8 @@ class PlannedSteps:
         self.is_idle = False
         self._planning = SideStream("planning")
         self._loop: Callable[[], object] = lambda: None
+        self._returned: Announced | None = None
+        """The latest announcement at the time when the loop returned its batch."""
         self._checks_lookups = True
         self._agree: Callable[[], AgreeOnStep | None] | None = None
 
@@ -196,15 +198,28 @@ class PlannedSteps:
                 if least < 0 or most >= held.named_rows:
                     held.memory.planned(parts)  # raises an error that names the invalid ids
 
+    def is_loop(self, loop: object) -> bool:
+        """Whether start_loop() has registered this loop, which has not ended."""
+        return self._loop() is loop
+
+    def note_returned(self) -> None:
+        """Called after the loop has announced the ids of the batch that it returns."""
+        self._returned = self._held.announced.latest
+
     @serialized
     def end_loop(self, loop: object) -> None:
-        """Ends a loop: discards its planned and announced ids, and writes prefetched rows back."""
+        """Ends a loop: discards its planned and announced ids, and writes prefetched rows back.
+
+        Python may close the loop late. Ids that other code has announced since still wait.
+        """
         held = self._held
-        if self._loop() is not loop or held.is_inherited:
+        if not self.is_loop(loop) or held.is_inherited:
             return
-        self._loop = lambda: None
-        self.expect(None)
-        held.announced.give_up()
+        self._loop, self.expected = lambda: None, None
+        if self._returned is not None:
+            held.announced.give_up_batch(self._returned)
+            self._returned = None
+        self._end_tentative_step()
         held.complete(ahead=False)
         held.drop_prefetched()
         held.join(None)
@@ -217,7 +232,11 @@ class PlannedSteps:
             held.announced.end_batch()
         elif held.now.before is not None or held.now.unseen():
             held.note_abandoned()  # some lookups of the batch before are missing
-        if held.now.before is not None:
+        self._end_tentative_step()
+
+    def _end_tentative_step(self) -> None:
+        """Ends a step that other tables have begun, if no lookup has used it."""
+        if self._held.now.before is not None:
             self.is_idle = True
             self._lookups.return_to_before()
 

@@ -30,8 +30,9 @@ from speedtorch.torch_internals import as_plain
 pytestmark = pytest.mark.usefixtures("deterministic")
 TOO_MANY = "Embedding: a step has 5 unique rows, but capacity=4"
 NEW_ROWS = (
-    "with capacity= all lookups of a step must be announced before the first of them, by"
-    r" announce\(\) or prefetch\(\), or be one lookup. This call has 1 new rows. Nothing has"
+    "with capacity= all lookups of a step must be announced before the first of them, or be one"
+    r" lookup. Call announce\(\), also for the batch of a prefetch\(\) loop that has ended. This"
+    " call has 1 new rows. Nothing has"
 )
 
 

@@ -808,6 +808,7 @@ class Programs(RuleBasedStateMachine):
             for table, parts in [*zip(world.tables, batch.values(), strict=True)][:tables]:
                 if announces:
                     table.announce(*parts)
+                    table.returned = table.waiting
                 elif is_planned:
                     table.due = tuple(parts)
                     table.left |= bool(table.unseen)
@@ -827,9 +828,11 @@ class Programs(RuleBasedStateMachine):
             if is_refused and not (announces and "with capacity= all lookups" in str(error)):
                 raise
         if has_failed:
-            self.loop, self.worlds = None, before
-            for world in self.worlds:
-                world.end_loop()
+            self.loop, self.worlds = None, []
+            for world, tables in itertools.product(before, range(len(self.ours.model) + 1)):
+                self.worlds.append(world.copy())
+                taken(self.worlds[-1], tables)
+                self.worlds[-1].end_loop()
             if is_refused:
                 assert any("capacity" in arguments for arguments in self.kind.modules)
                 self.clear_gradients(to_none=True)
@@ -861,7 +864,11 @@ class Programs(RuleBasedStateMachine):
 
     def endings(self) -> Iterator[Callable[[PlainTraining], None]]:
         """What may come of an interrupted end of a loop: each table's may be half done."""
-        ways = (lambda table: None, PlainTable.go_on, PlainTable.end_loop)
+
+        def forget_due(table: PlainTable) -> None:
+            table.due = ()
+
+        ways = (lambda table: None, forget_due, PlainTable.go_on, PlainTable.end_loop)
         for chosen in itertools.product(ways, repeat=len(self.ours.model)):
 
             def end(world: PlainTraining, chosen: tuple[Any, ...] = chosen) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import paces
 import pytest
@@ -14,7 +14,7 @@ from small_training import SmallTraining
 from torch import Tensor, nn, optim
 
 import speedtorch
-from speedtorch.nn.prefetch_pace import AHEAD, AT_ONCE, MeasuredPace, pace_of
+from speedtorch.nn.prefetch_pace import AHEAD, AT_ONCE, MeasuredPace, Pace, pace_of
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -195,27 +195,80 @@ def test_lookups_of_a_batch_that_is_handed_through_are_announced(device: str) ->
         sgd.zero_grad()
 
 
+class SGDTraining:
+    """Ten rows of zeros, and batches of two lookups."""
+
+    def __init__(self, device: str, capacity: int | None) -> None:
+        self.embedding = speedtorch.Embedding(10, 2, device=device, capacity=capacity)
+        self.embedding.init_(torch.nn.init.zeros_)
+        self.sgd = optim.SGD(self.embedding.parameters(), lr=1.0)
+        self.pair = tuple(torch.tensor(ids, device=device) for ids in ([1, 2], [3]))
+
+    def prefetched(self) -> Iterable[tuple[Tensor, ...]]:
+        return speedtorch.prefetch([self.pair] * 4, self.embedding, ids=list)
+
+    def learn(self, *parts: Tensor) -> None:
+        torch.stack([self.embedding(ids).sum() for ids in parts]).sum().backward()
+        self.sgd.step()
+        self.sgd.zero_grad()
+
+    def rows(self) -> Tensor:
+        return self.embedding.state_dict()["weight"][:, 0]
+
+    def moved(self) -> list[int]:
+        return self.rows().nonzero().flatten().tolist()
+
+
 @pytest.mark.parametrize("capacity", [None, 4])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_ids_of_a_loop_that_was_left_before_its_lookups_are_given_up(
     steps: int, capacity: int | None, device: str
 ) -> None:
     paces.choose(AT_ONCE)
-    embedding = speedtorch.Embedding(10, 2, device=device, capacity=capacity)
-    embedding.init_(torch.nn.init.zeros_)
-    sgd = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    first, second = (torch.tensor(ids, device=device) for ids in ([1, 2], [3]))
-    pairs = [(first, second)] * 4
-    for number, pair in enumerate(speedtorch.prefetch(pairs, embedding, ids=list)):
+    trained = SGDTraining(device, capacity)
+    for number, pair in enumerate(trained.prefetched()):
         if number == steps:
             break
-        sum(embedding(ids).sum() for ids in pair).backward()
-        sgd.step()
-        sgd.zero_grad()
-    embedding(second).sum().backward()
-    sgd.step()
-    rows = embedding.state_dict()["weight"][:4, 0]
-    assert rows.tolist() == [0, -steps, -steps, -1 - steps]
+        trained.learn(*pair)
+    trained.learn(trained.pair[1])
+    assert trained.rows()[:4].tolist() == [0, -steps, -steps, -1 - steps]
+
+
+@pytest.mark.parametrize("pace", [AHEAD, AT_ONCE], ids=["ahead", "at-once"])
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_late_end_of_a_loop_gives_up_no_ids_that_were_announced_after_its_last_batch(
+    steps: int, clears: bool, pace: Pace, device: str
+) -> None:
+    paces.choose(pace)
+    trained = SGDTraining(device, capacity=6)
+    loop = iter(trained.prefetched())
+    batch = next(loop)
+    for _ in range(steps):
+        trained.learn(*batch)
+    if clears:
+        trained.sgd.zero_grad()
+    later = tuple(ids + 4 for ids in batch)
+    trained.embedding.announce(*later)
+    del loop
+    trained.learn(*later)
+    assert trained.moved() == ([1, 2, 3, 5, 6, 7] if steps else [5, 6, 7])
+
+
+@pytest.mark.parametrize("pace", [AHEAD, AT_ONCE], ids=["ahead", "at-once"])
+def test_a_batch_of_an_ended_loop_is_looked_up_as_one_of_a_plain_loader(
+    pace: Pace, device: str
+) -> None:
+    paces.choose(pace)
+    trained = SGDTraining(device, capacity=3)
+    batch = next(iter(trained.prefetched()))
+    with pytest.raises(RuntimeError, match=r"announce\(\), also for .* prefetch\(\) loop that has"):
+        trained.learn(*batch)
+    assert trained.moved() == []
+    trained.sgd.zero_grad()
+    trained.embedding.announce(*batch)
+    trained.learn(*batch)
+    assert trained.moved() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("capacity", [None, 3])

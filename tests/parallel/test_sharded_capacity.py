@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import paces
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,9 +42,12 @@ from sharded_training import (
 from torch import Tensor, nn, optim
 
 import speedtorch
+from speedtorch.nn import prefetch_pace
+from speedtorch.nn.prefetch_pace import AHEAD
 from speedtorch.nn.row_module import RowModule
 from speedtorch.parallel.block_cyclic import BlockCyclic
 from speedtorch.parallel.fair_shares import FairShares
+from speedtorch.parallel.requests import Requests
 from speedtorch.parallel.shard import shard
 from speedtorch.table.row_blocks import rows_of_a_block
 
@@ -307,6 +311,33 @@ def test_a_bad_id_of_one_rank_raises_on_all() -> None:
         ids = local_ids(1, ROWS) if dist.get_rank() == 1 else local_ids(1, 2)
         message = of_rank(1, "id 41 at position 1 is out of range", r"ids of ranks \[1\] are out")
         Training().check_raises(message, way, ids, IndexError)
+
+
+@BACKENDS
+def test_the_end_of_a_loop_gives_up_only_its_own_ids() -> None:
+    pair, later = (local_ids(1), local_ids(2)), (local_ids(3), local_ids(4))
+    for pace in (AHEAD, prefetch_pace.AT_ONCE):
+        paces.choose(pace)
+        training = Training()
+        loop = iter(speedtorch.prefetch([pair] * 3, training.module, ids=list))
+        training.learn(*next(loop))
+        training.module.announce(*later)
+        del loop
+        training.learn(*later)
+        training.check_changed(1, 2, 3, 4)
+
+
+@BACKENDS
+def test_the_end_of_a_loop_within_another_keeps_the_planned_requests() -> None:
+    training = Training()
+    pair = local_ids(1), local_ids(2)
+    for parts in speedtorch.prefetch([pair] * 3, training.module, ids=list):
+        with torch.no_grad():
+            for ids in speedtorch.prefetch(pair, training.module, ids=lambda ids: ids):
+                training.module(ids)
+        with patch.object(Requests, "make", side_effect=AssertionError("another request")):
+            training.learn(*parts)
+    training.check_changed(1, 2)
 
 
 @RANKS
