@@ -240,12 +240,6 @@ class Requests:
         self._ranks.compare_calls(self._exchange.name, calls, self._exchange.held.device)
         return None
 
-    def compare_before_backward(self, lookup: int) -> None:
-        """Like compare_calls(), before a lookup's gradients are sent to the owners."""
-        fault = self.compare_calls(Kind.GRADIENTS, lookup)
-        if fault is not None and self.consensus is not None:
-            self.consensus.stop(fault)
-
     def before_step(self, compared: set[object], *, fails: bool) -> None:
         """With a barrier, raises DisagreementError on all ranks unless all are about to step.
 

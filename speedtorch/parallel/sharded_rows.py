@@ -280,7 +280,9 @@ class ShardedRows(SharedLookups):
 
     def send_gradients(self, gradient: Tensor, requested: RequestedRows, lookup: int) -> Tensor:
         """Sends the gradients of a lookup's rows to the owners; returns the gradients received."""
-        self.exchange.compare_before_backward(lookup)
+        fault = self.exchange.compare_calls(Kind.GRADIENTS, lookup)
+        if fault is not None and self.exchange.consensus is not None:
+            self.exchange.consensus.stop(fault)
         return self.ranks.send_gradients(self.rows.name, gradient, requested)
 
 
