@@ -78,6 +78,8 @@ class FixedSizeBatch:
         self.parts.plan_by(plan_batch, self.parts.ids, number, capacity)
         self.following: Callable[[], FixedSizeBatch | None] = lambda: None
         self._is_counted = False
+        self.is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether a CUDA graph has captured the plan, so that each replay plans the ids again."""
         if after is not None:
             after.following = weakref.ref(self)
 

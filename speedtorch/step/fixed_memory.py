@@ -93,6 +93,14 @@ class FixedMemory(BlockMemory):
         assert isinstance(batch, FixedSizeBatch)
         held = self.held
         blocks, now = self._blocks, held.now
+        captured = held.captures()
+        if batch.is_captured != captured:
+            held.announced.forget()
+            raise RuntimeError(
+                f"{held.name}: ids were announced or planned outside of the capture of a CUDA graph"
+                " and looked up inside, or the reverse. A replay would not plan its ids. Announce"
+                " ids where they are looked up. Nothing has changed."
+            )
         if self._ranks is not None:
             fault = self._combine_faults(self._ranks, batch.fault())
             if isinstance(fault, int):
@@ -104,7 +112,6 @@ class FixedMemory(BlockMemory):
             held.drop_prefetched()
         elif held.transfer_stream.end is not None:
             held.transfer_stream.join()
-        captured = held.captures()
         if captured and self._next_ids is not None:
             is_ahead = None
         if captured:

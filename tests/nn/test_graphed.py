@@ -638,3 +638,18 @@ def test_many_batches_unlike_the_example_warn_once() -> None:
         for _ in range(25):
             assert not step(ids[:-1], targets[:-1]).requires_grad
     assert len(found) == 1
+
+
+def test_ids_that_were_announced_before_a_capture_are_refused_in_it() -> None:
+    world, (ids, targets) = World(), batches(1)[0]
+    for _ in range(2):
+        world.step(ids, targets)
+    world.optimizer.zero_grad()
+    world.embedding.flush()
+    before = world.everything()
+    world.embedding.announce(ids)
+    message = "ids were announced or planned outside of the capture"
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match=message):
+        world.embedding(ids)
+    assert_same_content(world.everything(), before)
+    world.step(ids, targets)
