@@ -22,6 +22,8 @@ _WINDOW = 8  # steps of a median
 _GAIN = 0.98  # the largest ratio of step times that makes a trial succeed
 _QUIET = 64  # steps from a window without a trial to the end of the next window
 _FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the next trial
+_SHORT = 3 * (_SETTLE + _WINDOW)  # steps of a loop that is too short for a whole trial
+_OTHER_WORK = 2.0  # the ratio of step times at which a wait ends, because the steps are others
 
 
 Agree: TypeAlias = Callable[[float, bool], tuple[float, bool]]
@@ -70,8 +72,10 @@ class MeasuredPace:
     loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
     trial succeeds if the host's median time per step is more than 2 % below the medians before and
     after the trial. The second comparison excludes a loop's slow first steps. After a failed trial,
-    the wait until the next trial doubles, up to 4,096 steps. If a window of steps leads to no
-    trial, the next window ends 64 steps later, because queries of the GPU take host time.
+    the wait until the next trial doubles, up to 4,096 steps. A wait ends early if the time per step
+    has doubled or halved. If a window of steps leads to no trial, the next window ends 64 steps
+    later, because queries of the GPU take host time. A trial fails if its loop ends, except that
+    the trial of a loop of fewer than 36 steps continues in the next loop.
 
     The loop queries the GPU after it has planned the next batch. Before, the GPU would always be
     busy with the last kernels of the step, even if the host is slower than the GPU.
@@ -97,39 +101,56 @@ class MeasuredPace:
         """The median seconds before a trial, or None without a trial."""
         self._tried: float | None = None
         """The median seconds of a trial while the way before it is measured again."""
-        self._steps = self._next_trial = 0
+        self._usual: float | None = None
+        """The median seconds after the last trial; None before the first."""
+        self._waits = False
+        """Whether no trial can begin at the end of the current window."""
+        self._steps = self._next_trial = self._in_loop = 0
         self._wait = _FIRST_WAIT
 
     def begin(self) -> None:
         """See Pace. The decision of the previous loop remains."""
+        is_short, self._in_loop = self._in_loop < _SHORT, 0
         self._times.clear()
         self._idle, self._left_out = 0, _SETTLE
-        if self._before is not None:  # the previous loop ended during a trial
-            self._end_trial(switches=self._tried is None, succeeds=False)
+        if self._before is not None and not is_short:  # the previous loop ended during a trial
+            self._end_trial(self._before, switches=self._tried is None, succeeds=False)
 
     def note_step(self) -> None:
         """See Pace."""
         now = time.perf_counter()
         self._last, seconds = now, now - self._last
         self._steps += 1
+        self._in_loop += 1
         if self._left_out:
             self._left_out -= 1
             return
-        if self._before is None and self._steps + _WINDOW <= self._next_trial:
-            return  # a trial cannot begin in this window
+        if not self._times:  # a window begins
+            in_trial = self._before is not None
+            self._waits = not in_trial and self._steps + _WINDOW <= self._next_trial
+        if self._waits and self._usual is None:
+            return
         self._times.append(seconds)
-        self._idle += torch.cuda.current_stream(self._device).query()
+        if not self._waits:
+            self._idle += torch.cuda.current_stream(self._device).query()
         if len(self._times) == _WINDOW:
             median, is_idle = statistics.median(self._times), 2 * self._idle > _WINDOW
             self._times.clear()
             self._idle = 0
             median, is_idle = self._agree(median, is_idle)
-            self._decide(median, is_idle=is_idle)
+            if self._waits:
+                self._notice_other_work(median)
+            else:
+                self._decide(median, is_idle=is_idle)
+
+    def _notice_other_work(self, median: float) -> None:
+        """Ends the wait for the next trial if the steps take much more or less time."""
+        usual = self._usual
+        if usual is not None and not usual / _OTHER_WORK < median < usual * _OTHER_WORK:
+            self._next_trial, self._wait, self._usual = self._steps, _FIRST_WAIT, median
 
     def _decide(self, median: float, *, is_idle: bool) -> None:
         if self._before is None:
-            if self._steps < self._next_trial:
-                return
             if is_idle == self.is_ahead:
                 self._before = median
                 self._switch()
@@ -137,15 +158,17 @@ class MeasuredPace:
                 self._next_trial = self._steps + _QUIET
         elif self._tried is not None:
             is_better = self._tried < _GAIN * median
-            self._end_trial(switches=is_better, succeeds=is_better)
+            usual = self._tried if is_better else median
+            self._end_trial(usual, switches=is_better, succeeds=is_better)
         elif median < _GAIN * self._before:
             self._tried = median
             self._switch()
         else:
-            self._end_trial(switches=True, succeeds=False)
+            self._end_trial(self._before, switches=True, succeeds=False)
 
-    def _end_trial(self, *, switches: bool, succeeds: bool) -> None:
-        self._before = self._tried = None
+    def _end_trial(self, usual: float, *, switches: bool, succeeds: bool) -> None:
+        """Ends a trial; `usual` is the median of the way that the loop continues with."""
+        self._before, self._tried, self._usual = None, None, usual
         if switches:
             self._switch()
         self._wait = _FIRST_WAIT if succeeds else min(2 * self._wait, _MOST_WAIT)

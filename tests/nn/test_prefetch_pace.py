@@ -74,8 +74,26 @@ def test_batches_are_planned_again_when_the_gpu_has_more_to_do(machine: Machine)
 
 
 def test_a_trial_that_its_loop_has_not_ended_counts_for_nothing(machine: Machine) -> None:
-    assert machine.run(14, lambda ahead: 1.4 if ahead else 1.0)[-1] is False
+    machine.is_idle = False
+    machine.run(40, lambda _: 1.0)
+    machine.is_idle = True
+    assert machine.run(45, lambda ahead: 1.4 if ahead else 1.0)[-1] is False
     assert machine.run(1, lambda _: 1.0) == [True]
+
+
+def test_a_trial_of_a_short_loop_continues_in_the_next_loop(machine: Machine) -> None:
+    loops = [machine.run(20, lambda ahead: 1.4 if ahead else 1.0) for _ in range(4)]
+    assert loops[0] == [True] * 12 + [False] * 8
+    assert loops[1] == [False] * 12 + [True] * 8
+    assert loops[2] == [True] * 12 + [False] * 8
+    assert loops[3] == [False] * 20
+
+
+def test_a_wait_for_the_next_trial_ends_if_the_steps_are_others(machine: Machine) -> None:
+    machine.run(100, lambda ahead: 1.4 if ahead else 1.0)
+    machine.is_idle = False
+    machine.run(3000, lambda _: 1.0)  # trials have failed: the next one would be far away
+    assert all(machine.run(100, lambda ahead: 2.5 if ahead else 3.0)[-40:])
 
 
 def test_a_single_slow_step_decides_nothing(machine: Machine) -> None:
@@ -88,11 +106,6 @@ def test_slow_first_steps_decide_nothing(machine: Machine) -> None:
     first = iter([5.0] * 12)
     seen = machine.run(120, lambda ahead: next(first, 2.5 if ahead else 3.5))
     assert seen == [True] * 12 + [False] * 12 + [True] * 96
-
-
-def test_a_trial_that_its_loop_ends_before_the_second_comparison_fails(machine: Machine) -> None:
-    assert machine.run(30, lambda ahead: 1.4 if ahead else 1.0)[-1] is True
-    assert all(machine.run(100, lambda ahead: 1.4 if ahead else 1.0))
 
 
 def test_the_gpu_is_queried_once_the_next_batch_is_planned() -> None:
