@@ -618,6 +618,7 @@ def test_a_capture_that_fails_in_its_preparation_stops_no_table() -> None:
 
 def test_a_step_that_reads_a_number_is_explained() -> None:
     world, (ids, targets) = World(), batches(1)[0]
+    world.step(ids, targets)
     before = world.everything()
     with pytest.raises(RuntimeError, match="the step makes the host wait for the GPU"):
         speedtorch.graphed(
