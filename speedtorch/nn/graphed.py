@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from speedtorch.nn.captured_state import CapturedState, restored_afterwards
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import Lookups, RowModule
-from speedtorch.optim.attached_state import state_of
 from speedtorch.optim.optimizer_copy import settings_of
 from speedtorch.optim.wrappers import stepped_by
 from speedtorch.step.fixed_memory import FixedMemory
 from speedtorch.step.row_weight import RowWeight
-from speedtorch.step.trained_rows import TrainedRows
+from speedtorch.step.trained_rows import TrainedRows, rows_of_optimizer
 from speedtorch.torch_internals import as_plain, capturing, tree_flatten, tree_leaves, tree_map
 
 __all__ = ["GraphedStep", "graphed"]
@@ -84,8 +83,8 @@ class GraphedStep(ABC):
             IndexError: An earlier batch had an id out of range; this batch was not trained. For
                 rows on the CPU, an id of this batch raises.
             RuntimeError: An earlier batch had more unique rows than the capacity (on the CPU: this
-                batch). Or, since the capture, a hyperparameter that is a number changed, the
-                optimizer's state or groups no longer fit, or a TrainingState slept.
+                batch). Or, since the capture, a hyperparameter changed that is a number or a tensor
+                on the CPU, the optimizer's state or groups no longer fit, or a TrainingState slept.
             TypeError, ValueError: next_ids have a wrong format, or graphed() got no next_ids.
         """
         if (now := self._numbers()) != self._settings:
@@ -101,7 +100,9 @@ class GraphedStep(ABC):
         return self._train(batch, self._by_module(next_ids))
 
     def _by_module(self, next_ids: Any) -> dict[RowModule, list[Tensor]]:
-        return {} if next_ids is None else ids_of_modules(next_ids, self._modules)
+        if next_ids is None:
+            return {}
+        return ids_of_modules(next_ids, self._modules, argument="next_ids")
 
     @abstractmethod
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
@@ -182,6 +183,9 @@ class _Captured(GraphedStep):
                         numbers[name] = _number(value)
         return found
 
+    def _on_device(self, given: Any) -> Any:
+        return given.to(self._device) if _is_tensor(given) else given
+
     def _own(self, given: Any) -> Any:
         return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
 
@@ -192,10 +196,11 @@ class _Captured(GraphedStep):
                 warnings.warn(
                     f"graphed: the last {_MANY_UNLIKE} batches were unlike the example and were"
                     " trained without the graph, at the speed of eager steps. A batch needs the"
-                    " structure, shapes, dtypes and non-tensor values of the example.",
+                    " structure, shapes, dtypes and non-tensor values of the example. Pass a number"
+                    " that changes as a tensor.",
                     stacklevel=3,
                 )
-            return _without_nodes(self._step(*batch))
+            return _without_nodes(self._step(*tree_map(self._on_device, batch)))
         self._unlike = 0
         with as_plain():
             compared: set[object] = set()
@@ -282,7 +287,7 @@ def _send(given: Tensor, own: Tensor) -> None:
 
 def _alike(own: Any, given: Any) -> bool:
     if not _is_tensor(own):
-        return bool(own == given)
+        return type(own) is type(given) and bool(own == given)
     return isinstance(given, Tensor) and (own.shape, own.dtype) == (given.shape, given.dtype)
 
 
@@ -339,18 +344,23 @@ def _memories_of(
     return memories, list(lookups.values())
 
 
-def _check_optimizers(rows: Iterable[TrainedRows], optimizers: Sequence[Optimizer]) -> None:
-    """Raises ValueError unless all attached optimizers of the rows are among `optimizers`."""
+def _check_optimizers(tables: Iterable[TrainedRows], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ValueError unless `optimizers` step exactly these tables, except frozen ones."""
     if not optimizers:
         raise ValueError("optimizers: expected the optimizers that the step steps, got none")
     known = [inner for optimizer in optimizers for inner in stepped_by(optimizer)]
-    for table in rows:
-        state = state_of(table)
-        if state is not None and state.optimizer() not in known:
+    stepped = {rows: optimizer for optimizer in known for rows in rows_of_optimizer(optimizer)}
+    for rows, optimizer in stepped.items():
+        if rows not in tables:
             raise ValueError(
-                f"optimizers: expected also the {type(state.optimizer()).__name__} that is attached"
-                f" to {table.name}. Warm-up steps would change the state of an optimizer that is"
-                " not listed."
+                f"modules: expected also the module of {rows.name}, whose rows the"
+                f" {type(optimizer).__name__} steps. Warm-ups would train them."
+            )
+    for rows in tables:
+        if rows not in stepped and rows.parameter.requires_grad:
+            raise ValueError(
+                f"optimizers: expected also the optimizer that steps the rows of {rows.name}. If no"
+                " optimizer steps them, freeze them with requires_grad_(False)."
             )
 
 
@@ -375,11 +385,13 @@ def graphed(
     Args:
         step: Trains one batch: zero_grad(), lookups, backward(), step() of the optimizers. Called
             with copies of `example` on the GPU, which must contain the ids of the lookups.
-        *example: Tensors, or lists, tuples and dicts of tensors, with the shapes of a batch.
+        *example: Tensors, numbers, strings or None, or lists, tuples and dicts of them, with the
+            shapes of a batch.
         modules: The trained modules. Every Embedding, EmbeddingBag or collection in them must have
             a capacity. An optimizer with per-row state must be attached to them.
-        optimizers: SGD, or optimizers with `capturable=True`. If a batch has bad ids, an optimizer
-            with `fused=True` that steps these rows changes none of its other parameters, either.
+        optimizers: All optimizers that the step steps: SGD, or optimizers with `capturable=True`.
+            If a batch has bad ids, an optimizer with `fused=True` that steps these rows changes
+            none of its other parameters, either.
         next_ids: Example ids in the format that prefetch's `ids` returns, to prefetch a batch's
             rows during the previous step. By default each step loads its own rows.
 
@@ -391,11 +403,13 @@ def graphed(
         RuntimeError.
 
     Raises:
-        TypeError: The step is not a function, or modules, optimizers or next_ids have a wrong type.
-        ValueError: No speedtorch module, a module without a capacity, or only some rows on the CPU.
-        NotImplementedError: Rows are sharded among ranks.
-        RuntimeError: A graph cannot repeat the steps of an optimizer, which the message names. Or
-            results of an earlier eager step are still alive.
+        TypeError: The step is not a function, or another argument has a wrong type.
+        ValueError: No speedtorch module, a module without a capacity, only some rows on the CPU, or
+            modules and optimizers that do not belong together.
+        NotImplementedError: Ranks of several machines share the rows, ranks share rows and there
+            are next_ids, or a lookup has both max_norm and padding_idx.
+        RuntimeError: A graph cannot repeat the steps of an optimizer, which the message names; the
+            step makes the host wait for the GPU; or results of an earlier eager step are alive.
 
     Example:
         >>> import torch, speedtorch

@@ -174,18 +174,18 @@ def _announce(parts: _Parts) -> None:
 
 
 def ids_of_modules(
-    named: Any, modules: Sequence[RowModule | TableCollection]
+    named: Any, modules: Sequence[RowModule | TableCollection], *, argument: str = "ids"
 ) -> dict[RowModule, list[Tensor]]:
     """Returns the ids of each module. `named` has the format of prefetch's `ids` results.
 
     Only these `modules` may be named: other keys raise ValueError. Ids of a wrong kind raise the
-    errors of a lookup.
+    errors of a lookup. Errors about modules begin with the name of the `argument`.
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(modules)) != 1:
             keys = f" The result has the keys {list(named)}." if isinstance(named, Mapping) else ""
             raise ValueError(
-                f"ids: the model has {count} Embeddings. Return a dict by module, such as"
+                f"{argument}: the model has {count} Embeddings. Return a dict by module, such as"
                 f" {{model.users: ids}}.{keys}"
             )
         named = {modules[0]: named}
@@ -193,7 +193,9 @@ def ids_of_modules(
     for module, ids in named.items():
         if module not in modules:
             kind = type(module).__name__
-            raise ValueError(f"ids: expected keys that are Embeddings of the model, got a {kind}")
+            raise ValueError(
+                f"{argument}: expected keys that are Embeddings of the model, got another {kind}"
+            )
         parts |= module.ids_by_module(ids)
     return parts
 

@@ -648,7 +648,7 @@ ERRORS: dict[type[Exception], list[tuple[Any, str]]] = {
             r"embeddings: expected \['a', 'b'\]; missing or unknown: \['b', 'c'\]",
         ),
         (lambda: two({"a": NINE, "b": NINE[1:]}), "size mismatch for b"),
-        (lambda: prefetch_a_group(one()), "Embeddings of the model, got a TableGroup"),
+        (lambda: prefetch_a_group(one()), "Embeddings of the model, got another TableGroup"),
         (lambda: weighted({"a": ZERO}), f"'a': {NO_WEIGHT}"),
         (
             lambda: weighted({"a": (torch.tensor([0, 0]), None, torch.ones(3))}),

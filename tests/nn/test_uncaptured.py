@@ -86,7 +86,14 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: made().graphed(optimizers=optim.SGD([nn.Parameter(torch.ones(1))])),
         ValueError,
-        "optimizers: expected also the Adam that is attached to Embedding",
+        "optimizers: expected also the optimizer that steps the rows of Embedding",
+    ),
+    (
+        lambda: made().graphed(
+            optimizers=[made().optimizer, optim.SGD(speedtorch.Embedding(5, 2).parameters())]
+        ),
+        ValueError,
+        "modules: expected also the module of Embedding, whose rows the (Adam|SGD) steps",
     ),
     (
         lambda: with_example(made().batch(0).numpy()),
