@@ -203,14 +203,17 @@ class _Captured(GraphedStep):
             return _without_nodes(self._step(*tree_map(self._on_device, batch)))
         self._unlike = 0
         with as_plain():
-            compared: set[object] = set()
             for replays in self._replays:
-                replays.before(compared)
+                replays.before()
         self._state.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
             if _is_tensor(own):
                 _send(given, own)
         self._foresee(following)
+        compared: set[object] = set()
+        with as_plain():
+            for replays in self._replays:
+                replays.agree(compared)
         self._graph.replay()
         for replays in self._replays:
             replays.after()

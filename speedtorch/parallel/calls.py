@@ -55,7 +55,8 @@ class Call(NamedTuple):
     lookup: int = 0
     """The lookup's number since the last error, from 0, for IDS, ROWS and GRADIENTS.
 
-    For PACE, the duration that ranks compare, and whether the GPU was idle. For other kinds 0.
+    For REPLAY, the number of lookups in the graph. For PACE, the duration that ranks compare, and
+    whether the GPU was idle. For other kinds 0.
     """
 
     @property
@@ -84,7 +85,7 @@ class Call(NamedTuple):
             Kind.PACE: f"a step of prefetch() of {table} whose duration ranks compare",
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error in optimizer.step() of {table}",
-            Kind.REPLAY: f"a step of graphed() with {table}",
+            Kind.REPLAY: f"a step of graphed() with {self.lookup} lookups of {table}",
             Kind.END: "no further lookup (or its announce() or prefetch())",
         }[self.kind]
 

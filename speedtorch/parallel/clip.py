@@ -92,6 +92,8 @@ def clip_grad_norm_(
 
     def power_of(gradients: list[Tensor]) -> Tensor:
         """The norm to the power of its order, or the norm itself if the order is inf."""
+        if not gradients:  # torch's norm would be copied from the CPU, which no capture can contain
+            return torch.zeros((), device=device)
         norm = torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)
         norm = _full_tensor(norm, largest) if hasattr(norm, "full_tensor") else norm
         norm = norm.to(device, torch.promote_types(norm.dtype, torch.float32))  # float16 overflows

@@ -117,17 +117,22 @@ class FaultConsensus:
 
     @contextmanager
     def capturing(self, call: Call) -> Iterator[Replays]:
-        """See Lookups.capturing. Ranks compare `call` before each replay."""
+        """See Lookups.capturing.
+
+        Before each replay, ranks compare `call` and the number of lookups in the capture.
+        """
         captured: list[Tensor] = []
-        self._captured = captured
+        self._captured, self._expected = captured, None
+        replays = _Replays(self, call, captured)
         try:
-            yield _Replays(self, call, captured)
+            yield replays
+            replays.call = call._replace(lookup=len(captured))
             if captured:
                 captured[:] = [torch.cat(captured).amax(0, keepdim=True)]
         finally:
-            self._captured = None
+            self._captured = self._expected = None
 
-    def before_replay(self, call: Call, compared: set[object]) -> None:
+    def agree_on_replay(self, call: Call, compared: set[object]) -> None:
         """Raises DisagreementError on all ranks unless all are about to replay a graph.
 
         Then raises the faults of the replays before the last one, on all ranks. The code of the
@@ -178,12 +183,11 @@ class _Replays(Replays):
 
     def __init__(self, consensus: FaultConsensus, call: Call, faults: list[Tensor]) -> None:
         super().__init__(consensus.memory)
-        self._consensus, self._call, self._faults = consensus, call, faults
+        self._consensus, self.call, self._faults = consensus, call, faults
 
-    def before(self, compared: set[object]) -> None:
-        """See Replays.before."""
-        self._consensus.before_replay(self._call, compared)
-        super().before(compared)
+    def agree(self, compared: set[object]) -> None:
+        """See Replays.agree."""
+        self._consensus.agree_on_replay(self.call, compared)
 
     def after(self) -> None:
         """See Replays.after."""

@@ -259,6 +259,11 @@ class Requests:
         """
         if self.consensus is None:
             return self.for_step(ids)
+        if self.consensus.is_capturing:
+            raise RuntimeError(
+                f"{self._exchange.name}: a CUDA graph cannot capture a lookup without gradients of"
+                " rows that are sharded among ranks. Look these ids up outside of the step."
+            )
         self._before_lookup()
         (request,) = self._request([ids], trains=False)
         self._exchange_ids(PlannedRequests([request], None))
@@ -293,7 +298,6 @@ class Requests:
         self.consensus.raise_if_calls_differ()
         if not (fault := self.consensus.read_fault()):
             return
-        self._announced = []
         try:
             self.consensus.raise_fault(fault)
         except (IndexError, RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -188,11 +188,17 @@ class ShardedRows(SharedLookups):
                 " machines, and cannot compare their replays. Train without graphed()."
             )
 
-    def capturing(self) -> AbstractContextManager[Replays]:
-        """See Lookups.capturing."""
+    @contextmanager
+    def capturing(self) -> Iterator[Replays]:
+        """See Lookups.capturing. Ids that were announced outside, or in a failed capture, end."""
         consensus = self.exchange.consensus
         assert consensus is not None
-        return consensus.capturing(Call(Kind.REPLAY, self._number))
+        self.exchange.give_up()
+        try:
+            with consensus.capturing(Call(Kind.REPLAY, self._number)) as replays:
+                yield replays
+        finally:
+            self.exchange.give_up()
 
     def read(self, ids: Ids) -> Tensor:
         """See TrainedRows.read."""

@@ -41,9 +41,15 @@ class Replays:
     def __init__(self, memory: FixedMemory) -> None:
         self._memory = memory
 
-    def before(self, compared: set[object]) -> None:
-        """Called before a replay; `compared` records the ranks that have compared the replay."""
+    def before(self) -> None:
+        """Called before a replay."""
         self._memory.before_replay()
+
+    def agree(self, compared: set[object]) -> None:
+        """Called next, as the last call that may raise.
+
+        Ranks that share the rows compare their replays; `compared` records ranks that have done so.
+        """
 
     def after(self) -> None:
         """Called after a replay was launched."""
@@ -265,6 +271,7 @@ class FixedMemory(BlockMemory):
         held = self.held
         with self.lock:
             held.write_back()
+            held.store.settle(held.device)  # all ranks see a fault, or none does
             self.raise_faults()
             if not self._blocks.are_for(held.device, held.fields):
                 self._blocks.make(held.device, held.fields)
@@ -304,4 +311,5 @@ class FixedMemory(BlockMemory):
         held.drop_prefetched()
         held.read_again()
         held.store.before_replay()
+        held.announced.give_up()  # as an optimizer's step does
         held.take(held.now._replace(stepped=True))  # the next lookup begins a step

@@ -69,6 +69,7 @@ class Training:
         is_graphed: bool,
         rows: int = ROWS,
         capacity: int = CAPACITY,
+        example: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         torch.manual_seed(3)
         self.module = speedtorch.Embedding(rows, WIDTH, capacity=capacity).to(own_device())
@@ -78,12 +79,11 @@ class Training:
         speedtorch.attach(self.optimizer, self.module)
         self.run: Any = self.step
         if is_graphed:
-            self.run = self.graphed()
+            self.run = self.graphed(self.step, *(example or (random_ids(99), random_ids(98))))
 
-    def graphed(self) -> Any:
+    def graphed(self, step: Callable[..., Any], *example: Tensor) -> Any:
         both = nn.ModuleList([self.module, nn.ParameterList([self.scale])])
-        example = random_ids(99), random_ids(98)
-        return speedtorch.graphed(self.step, *example, modules=both, optimizers=self.optimizer)
+        return speedtorch.graphed(step, *example, modules=both, optimizers=self.optimizer)
 
     def step(self, first: Tensor, second: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -163,8 +163,9 @@ def test_a_collection_trains_in_a_graph() -> None:
 def test_a_fault_of_one_rank_raises_on_all_and_changes_no_row() -> None:
     """A bad id, or too many rows, of the last rank; training continues after the error."""
     rows, capacity = 400, 12
-    training = Training(adam, is_graphed=True, rows=rows, capacity=capacity)
     few, others = local_ids(*range(4), *range(4)), local_ids(*range(2, 6), *range(2, 6))
+    settings: Any = {"rows": rows, "capacity": capacity, "example": (few, others)}
+    training = Training(adam, is_graphed=True, **settings)
     many = local_ids(*range(IDS)), local_ids(*range(IDS, 2 * IDS))
     is_last = dist.get_rank() == dist.get_world_size() - 1
     for kind, bad in ((IndexError, (few, few + rows)), (RuntimeError, many)):
@@ -174,6 +175,17 @@ def test_a_fault_of_one_rank_raises_on_all_and_changes_no_row() -> None:
             training.run(*(bad if is_last else (few, others)))
             for _ in range(4):
                 training.run(few, others)
+        assert same(training.everything()[:-1], before)
+        training.run(*(bad if is_last else (few, others)))
+        with pytest.raises(kind, match="Embedding"):
+            training.module.flush()
+        training.step(few, others)  # announces both, although the fault's code is still to read
+        training.module.flush()
+        assert not same(training.everything()[:-1], before)
+        before = training.everything()[:-1]
+        training.run(*(bad if is_last else (few, others)))
+        with pytest.raises(kind, match="Embedding"):
+            training.module.flush()
         assert same(training.everything()[:-1], before)
         training.run(few, others)
         assert not same(training.everything()[:-1], before)
@@ -187,7 +199,11 @@ def test_ranks_at_other_calls_raise() -> None:
     batch = random_ids(0), random_ids(1)
     before = training.everything()
     run = training.step if dist.get_rank() else training.run
-    raises(DisagreementError, r"ranks \[0\] are at a step of graphed\(\) with", lambda: run(*batch))
+    raises(
+        DisagreementError,
+        r"ranks \[0\] are at a step of graphed\(\) with 2 lookups",
+        lambda: run(*batch),
+    )
     assert same(training.everything(), before)
     training.run(*batch)
     assert not same(training.everything(), before)
@@ -203,3 +219,46 @@ def test_next_ids_are_refused() -> None:
         lambda: speedtorch.graphed(training.step, ids, ids, next_ids=ids, **given),
     )
     training.run(ids, ids)
+
+
+@ONE_AND_TWO
+def test_a_step_that_clips_and_scales_is_captured() -> None:
+    def step_of(training: Training, scaler: speedtorch.GradScaler) -> Callable[..., None]:
+        def step(first: Tensor, second: Tensor) -> None:
+            training.optimizer.zero_grad()
+            training.module.announce(first, second)
+            found = (training.module(first) * training.scale).square().sum()
+            scaler.scale(found + (training.module(second) - 1).square().sum()).backward()
+            scaler.unscale_(training.optimizer)
+            speedtorch.clip_grad_norm_([training.module.weight, training.scale], 0.5)
+            scaler.step(training.optimizer)
+            scaler.update()
+
+        return step
+
+    eager, graphed = (Training(adam, is_graphed=False) for _ in range(2))
+    scalers = [speedtorch.GradScaler(own_device().type, init_scale=4.0) for _ in range(2)]
+    run = graphed.graphed(step_of(graphed, scalers[1]), random_ids(99), random_ids(98))
+    for step in range(STEPS):
+        batch = random_ids(2 * step), random_ids(2 * step + 1)
+        step_of(eager, scalers[0])(*batch)
+        run(*batch)
+    assert same(graphed.everything(), eager.everything())
+
+
+@ON_GPUS
+def test_a_capture_that_fails_changes_no_row_and_training_continues() -> None:
+    training, eager = (Training(adam, is_graphed=False) for _ in range(2))
+    batch = random_ids(0), random_ids(1)
+
+    def failing(first: Tensor, second: Tensor) -> None:
+        training.module.announce(first, second)
+        if torch.cuda.is_current_stream_capturing():
+            raise ZeroDivisionError
+        training.step(first, second)
+
+    with pytest.raises(ZeroDivisionError):
+        training.graphed(failing, *batch)
+    for each in (training, eager):
+        each.step(*batch)
+    assert same(training.everything(), eager.everything())
