@@ -206,6 +206,7 @@ def _word2vec(result: Result) -> Iterator[Target]:
 
 # Most milliseconds over the step alone.
 _SMALL_STEP_MS = {"speedtorch": 0.9, "speedtorch, announce": 0.5, "speedtorch, prefetch": 0.45}
+_SMALL_STEP_MS |= {"speedtorch, CUDA graph": 0.0, "speedtorch, CUDA graph, next_ids": -0.4}
 
 
 def _small_steps(result: Result) -> Iterator[Target]:
@@ -215,8 +216,9 @@ def _small_steps(result: Result) -> Iterator[Target]:
         yield _at_most(f"small word2vec step, {name}, ms over it alone", ways[name] - alone, limit)
     for name, ms in ways.items():
         if name.startswith("FBGEMM") and "managed" in name:
-            ratio = ways["speedtorch, announce"] / ms
-            yield _at_most("small word2vec step, announce, time / FBGEMM's managed", ratio, 0.9)
+            for way in ("announce", "CUDA graph"):
+                ratio = ways[f"speedtorch, {way}"] / ms
+                yield _at_most(f"small word2vec step, {way}, time / FBGEMM's managed", ratio, 0.9)
     for section in dict.fromkeys(each["section"] for each in result["figures"]):
         if section != "word2vec":
             ms = {each["name"]: each["median_ms"] for each in _pick(result, section)}
