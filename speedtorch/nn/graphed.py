@@ -133,8 +133,8 @@ class _Captured(GraphedStep):
         lookups: Sequence[Lookups],
     ) -> None:
         super().__init__(step, modules, optimizers, next_ids)
-        for each in lookups:
-            each.check_capturable(prefetches=bool(self._named))
+        for table in lookups:
+            table.check_capturable(prefetches=bool(self._named))
         self._device = next(iter(memories.values())).held.device
         self._inputs = tree_map(self._own, example)
         self._next = {
@@ -161,7 +161,7 @@ class _Captured(GraphedStep):
             capturing(self._graph, side),
             ExitStack() as contexts,
         ):
-            self._replays = [contexts.enter_context(each.capturing()) for each in lookups]
+            self._replays = [contexts.enter_context(table.capturing()) for table in lookups]
             for module, parts in self._next.items():
                 memory = memories[module.trained_rows]
                 contexts.enter_context(memory.prefetching_for_replay(parts))
