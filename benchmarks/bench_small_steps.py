@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 import speedtorch
+from benchmarks.bench_many_tables import KAGGLE, Work, collection
 from benchmarks.bench_word2vec import (
     CENTRES,
     COLUMNS,
@@ -41,8 +42,6 @@ TITLE = (
 )
 PHASES = 60
 """Steps whose phases are timed."""
-KAGGLE = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27]
-KAGGLE += [14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
 Ways: TypeAlias = dict[str, tuple[Loop, Callable[[], Sequence[Any]]]]
 """By the name of each: its loop, and what makes the batches of one loop."""
 
@@ -264,16 +263,11 @@ def one_table() -> Measured:
 
 def many_tables() -> Measured:
     """A dict of 26 features, alone and beside products of matrices."""
-    sizes = {
-        f"t{number}": max(2, int(size * SIZES.many_rows)) for number, size in enumerate(KAGGLE)
-    }
+    work = Work.of(len(KAGGLE))
+    sizes = dict(zip(work.names, work.sizes, strict=True))
 
     def made(capacity: int | None) -> tuple[nn.Module, optim.Optimizer]:
-        tables = [
-            speedtorch.EmbeddingBagConfig(size, 64, name, init_fn=nn.init.zeros_)
-            for name, size in sizes.items()
-        ]
-        model = speedtorch.EmbeddingBagCollection(tables=tables, device=DEVICE, capacity=capacity)
+        model = collection(work, capacity)
         return model, optim.SGD(model.parameters(), lr=0.01, fused=capacity is not None)
 
     eager = made(None)

@@ -126,8 +126,7 @@ class MeasuredPace:
             self._left_out -= 1
             return
         if not self._times:  # a window begins
-            in_trial = self._before is not None
-            self._waits = not in_trial and self._steps + _WINDOW <= self._next_trial
+            self._waits = self._before is None and self._steps + _WINDOW <= self._next_trial
         if self._waits and self._usual is None:
             return
         self._times.append(seconds)

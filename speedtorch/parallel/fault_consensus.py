@@ -34,7 +34,7 @@ class FaultConsensus:
     """
 
     def __init__(self, memory: FixedMemory, ranks: Ranks) -> None:
-        self.memory, self._ranks = memory, ranks
+        self._memory, self._ranks = memory, ranks
         self._last: list[HostCopy] = []
         """All-reduced fault codes that read_fault() has not read."""
         self._expected: Tensor | None = None
@@ -46,11 +46,11 @@ class FaultConsensus:
     @property
     def compares_at_once(self) -> bool:
         """Whether ranks compare their calls before they exchange anything."""
-        return raises_at_once(self.memory.held.device) or self._ranks.has_barrier
+        return raises_at_once(self._memory.held.device) or self._ranks.has_barrier
 
     def compare_calls(self, calls: Sequence[Call]) -> Tensor | None:
         """Like Requests.compare_calls; more than one call only if compares_at_once."""
-        name, device = self.memory.held.name, self.memory.held.device
+        name, device = self._memory.held.name, self._memory.held.device
         if self.compares_at_once:
             self._ranks.compare_calls(name, calls, device)
             return None
@@ -65,7 +65,7 @@ class FaultConsensus:
         Waits for the GPU that gathers the ranks' call codes.
         """
         while self._calls:
-            self._ranks.compare_codes(self.memory.held.name, self._calls[0], 1)
+            self._ranks.compare_codes(self._memory.held.name, self._calls[0], 1)
             del self._calls[0]
 
     def raise_if_calls_differ(self) -> None:
@@ -74,18 +74,18 @@ class FaultConsensus:
             self.check()
         except DisagreementError:
             self._calls, self._last = [], []
-            self.memory.resume()
+            self._memory.resume()
             raise
 
     def stop(self, fault: Tensor) -> None:
         """See FixedMemory.stop."""
-        with self.memory.lock:
-            self.memory.stop(fault)
+        with self._memory.lock:
+            self._memory.stop(fault)
 
     def expect(self, faults: list[Tensor]) -> None:
         """Sets the fault codes of the next lookup's ids: `[1]` each, on the device."""
         self._expected = None
-        if not raises_at_once(self.memory.held.device):  # otherwise faults are already raised
+        if not raises_at_once(self._memory.held.device):  # otherwise faults are already raised
             self._expected = faults[0] if len(faults) == 1 else torch.cat(faults).max().view(1)
 
     def agree(self, fault: Tensor) -> Tensor | int:
@@ -140,7 +140,7 @@ class FaultConsensus:
         """
         if self._ranks not in compared:
             compared.add(self._ranks)
-            self._ranks.compare_calls(self.memory.held.name, [call], self.memory.held.device)
+            self._ranks.compare_calls(self._memory.held.name, [call], self._memory.held.device)
         if fault := self.read_fault(keep=1):
             self.raise_fault(fault)
 
@@ -151,7 +151,7 @@ class FaultConsensus:
         """
         last = self._last[: len(self._last) - keep]
         self._last = self._last[len(last) :]
-        name = self.memory.held.name
+        name = self._memory.held.name
         return max((self._ranks.read(name, code)[0] for code in last), default=0)
 
     def raise_fault(self, fault: int) -> None:
@@ -160,18 +160,18 @@ class FaultConsensus:
         A rank at fault raises the error of its exchange; the other ranks raise rank_error().
         """
         error: IndexError | RuntimeError | None = None
-        device = self.memory.held.device
+        device = self._memory.held.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         try:
-            self.memory.raise_faults()
+            self._memory.raise_faults()
         except (IndexError, RuntimeError) as found:
             error = found
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.all_reduce_max_(is_new)):
             self._ranks.count_error()
             outcome = "Its lookup returned zeros. No row has changed."
-            raise error or rank_error(self.memory.held.name, fault, outcome)
+            raise error or rank_error(self._memory.held.name, fault, outcome)
 
 
 class _Replays(Replays):
@@ -182,7 +182,7 @@ class _Replays(Replays):
     """
 
     def __init__(self, consensus: FaultConsensus, call: Call, faults: list[Tensor]) -> None:
-        super().__init__(consensus.memory)
+        super().__init__(consensus._memory)
         self._consensus, self.call, self._faults = consensus, call, faults
 
     def agree(self, compared: set[object]) -> None:

@@ -48,7 +48,7 @@ class FixedSizeBatch:
     """The unique rows of a batch, in ascending order, for tensors of `capacity` rows.
 
     The host does not wait for the number of rows. The padding's row follows the `capacity` rows.
-    `following()` is the batch that was planned after this one, or None.
+    `following()` returns the next planned batch, or None.
 
     FixedBlocks calls set_ids() when it begins the step of the batch. Then `ids` are the ids of its
     `capacity` rows, in the same tensor for all batches, and `number` `[1]` is the number of rows in

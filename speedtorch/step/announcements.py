@@ -89,7 +89,7 @@ class Announcements:
         self.forget()
 
     def give_up_batch(self, announced: Announced) -> None:
-        """Gives up one batch, if it waits, and earlier ids."""
+        """Gives up the ids of a batch, if they wait, and earlier ids."""
         if self.latest is announced:
             self.give_up()
         elif self._before is announced:
