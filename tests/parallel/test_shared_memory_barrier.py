@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -105,6 +106,43 @@ def test_a_late_rank_is_awaited_and_an_absent_rank_is_not() -> None:
         assert all_gather(barrier, 6, 30) is None and all_gather(barrier, 7, 30) is None
         assert time.monotonic() - begin < 5
     dist.barrier()
+
+
+def test_a_signal_ends_the_wait_and_the_next_exchanges_are_complete() -> None:
+    """As Ctrl-C does. The other rank then reads the numbers of the exchange that was interrupted."""
+    rank, barrier = dist.get_rank(), make_barrier()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert all_gather(barrier, rank, 30) == [0, 1]
+    dist.barrier()
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        for _ in range(2):  # in the wait for the exchange, and again in the exchange after it
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                all_gather(barrier, 7, 30)
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier()
+    else:
+        dist.barrier()  # reads nothing before both interrupts
+        assert all_gather(barrier, 8, 30) == [7, 8]
+    for number in range(100):
+        assert all_gather(barrier, number, 30) == [number] * 2
+
+
+def test_wrong_numbers_raise_and_are_no_exchange() -> None:
+    """Each list has one length, at most WORDS, and numbers below 2 ** 61."""
+    rank, size, barrier = dist.get_rank(), dist.get_world_size(), make_barrier()
+    wrong = ([[1]], [[1], [1, 2]], [[0] * (WORDS + 1)] * 2, [[2**61]] * 2, [[-1]] * 2)
+    for sent in wrong:
+        with pytest.raises(ValueError, match="expected"):
+            barrier.exchange(sent, 30)
+    for sent, error in (([["1"]] * 2, TypeError), ([[2**64]] * 2, OverflowError), (1, TypeError)):
+        with pytest.raises(error):
+            barrier.exchange(sent, 30)  # type: ignore[arg-type]
+    assert all_gather(barrier, 5 + rank, 30) == [5 + other for other in range(size)]
 
 
 def test_a_rank_whose_process_has_ended_is_not_awaited() -> None:
