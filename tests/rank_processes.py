@@ -40,8 +40,10 @@ ROOT = str(Path(__file__).parents[1])
 
 
 def own_device() -> torch.device:
-    """Where a rank trains: on its own GPU, or on the CPU."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else CPU
+    """Where a rank trains: on its own GPU, on the only GPU, or on the CPU."""
+    if dist.get_backend() != "nccl":
+        return CPU
+    return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 
 
 @cache
@@ -69,7 +71,10 @@ def begin(rank: int, size: int, folder: str, timeout: float, backend: str) -> No
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        if (gpus := torch.cuda.device_count()) < size:
+            # NCCL accepts two ranks on one GPU only if it takes them for ranks of two hosts.
+            os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(rank % gpus)
     known_probes.install()
     paces.install()
     gc.freeze()  # or each collection would look at all that torch made

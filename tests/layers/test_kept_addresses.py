@@ -13,7 +13,6 @@ import torch
 from conftest import NEEDS_GPU
 from interrupts import EVERY
 from offloaded_models import assert_equal, copies, linears
-from rank_backends import NEEDS_GPUS
 from test_training_state import ERRORS, Training, assert_errors_lose_nothing, assert_trains_on
 from torch import Tensor, nn, optim
 
@@ -24,6 +23,7 @@ from speedtorch.nn.graphed import graphed
 from speedtorch.torch_internals import storage_of, storage_reference
 
 MIB = 1 << 20
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def _model(side: int = 64) -> nn.Sequential:

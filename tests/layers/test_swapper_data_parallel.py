@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offloaded_models import assert_equal, copies
-from rank_backends import NEEDS_GPU, NEEDS_GPUS, on_ranks
+from rank_backends import NEEDS_GPU, on_ranks
 from rank_processes import own_device
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -103,13 +103,12 @@ def test_modules_train_as_in_plain_data_parallel(way: str) -> None:
     check_modules(way, "after")
 
 
+@NEEDS_GPU
 @on_ranks
 @WAYS
 @MADE
 @pytest.mark.parametrize("backend", ["nccl"])
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=NEEDS_GPU), pytest.param(2, marks=NEEDS_GPUS)]
-)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_modules_train_as_in_plain_data_parallel_on_gpus(way: str, made: str) -> None:
     check_modules(way, made)
 

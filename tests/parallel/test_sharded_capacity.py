@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ordinary_run import programs
-from rank_backends import BACKENDS, EVERY_WAY, NEEDS_GPUS, ON_RANKS, RANKS, TWO_AND_THREE_RANKS
+from rank_backends import BACKENDS, EVERY_WAY, NEEDS_GPU, ON_RANKS, RANKS, TWO_AND_THREE_RANKS
 from rank_processes import own_device
 from sharded_training import (
     CASES,
@@ -477,7 +477,7 @@ def test_a_table_of_fewer_rows_than_ranks_is_trained() -> None:
         assert torch.equal(module(local_ids(0)), before - moved)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("nccl", marks=NEEDS_GPUS)])
+@pytest.mark.parametrize("backend", [pytest.param("nccl", marks=NEEDS_GPU)])
 def test_a_cuda_graph_refuses_the_lookup_by_name() -> None:
     training, ids = Training(), local_ids(1, 2)
     training.learn(ids)

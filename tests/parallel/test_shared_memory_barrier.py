@@ -109,7 +109,7 @@ def test_a_late_rank_is_awaited_and_an_absent_rank_is_not() -> None:
 
 
 def test_a_signal_ends_the_wait_and_the_next_exchanges_are_complete() -> None:
-    """As Ctrl-C does. The other rank then reads the numbers of the exchange that was interrupted."""
+    """As Ctrl-C does. The other rank then reads the numbers of the interrupted exchange."""
     rank, barrier = dist.get_rank(), make_barrier()
 
     def interrupt(*_: object) -> None:
