@@ -209,8 +209,9 @@ class ClaimedRows:
             with outside_modes():
                 self.write_back()
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or "exchange" not in vars(self):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit this module's globals may be None already.
+        if is_finalizing() or "exchange" not in vars(self):
             return
         held = self.exchange.held
         if not held.is_of_fork and held.captures():

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import endings
@@ -59,3 +60,16 @@ def test_a_process_ends_with_its_own_status_and_says_nothing(
         assert done.stderr == ""
     if way == "saving":
         assert speedtorch.load(tmp_path)["step"] == 5
+
+
+def test_modules_that_outlive_their_globals_say_nothing() -> None:
+    """gc.freeze() keeps reference cycles until Python has cleared the globals of all modules."""
+    program = f"""
+        import gc, sys
+        sys.path += {[str(TESTS), str(TESTS.parent)]}
+        import endings
+        kept = endings.begin("end", 0, "cpu", "")
+        gc.freeze()
+    """
+    done = finished([sys.executable, "-c", textwrap.dedent(program)])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
