@@ -5,7 +5,7 @@ On the CPU the same calls run the step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -70,9 +70,11 @@ class Training:
         rows: int = ROWS,
         capacity: int = CAPACITY,
         example: tuple[Tensor, Tensor] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         torch.manual_seed(3)
-        self.module = speedtorch.Embedding(rows, WIDTH, capacity=capacity).to(own_device())
+        made = speedtorch.Embedding(rows, WIDTH, capacity=capacity, **(settings or {}))
+        self.module = made.to(own_device())
         shard(nn.Sequential(self.module))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5, device=own_device()))
         self.optimizer = make([self.module.weight, self.scale])
@@ -263,3 +265,53 @@ def test_a_capture_that_fails_changes_no_row_and_training_continues() -> None:
     for each in (training, eager):
         each.step(*batch)
     assert same(training.everything(), eager.everything())
+
+
+@ONE_AND_TWO
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding_idx": 5},
+        {"max_norm": 0.7},
+        {"cache": "2KiB"},
+        {"stored": torch.bfloat16},
+        {"cache": "2KiB", "stored": {"exp_avg": torch.bfloat16}, "padding_idx": 0},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_graphs_train_rows_of_every_kind(settings: dict[str, Any]) -> None:
+    eager, graphed = (
+        Training(adam, is_graphed=choice, settings=settings) for choice in (False, True)
+    )
+    for step in range(STEPS):
+        batch = random_ids(2 * step), random_ids(2 * step + 1)
+        losses = [each.run(*batch).clone() for each in (eager, graphed)]
+        assert torch.equal(*losses), step
+        if step % 4 == 3:
+            assert same(graphed.everything(), eager.everything()), step
+
+
+@ONE_AND_TWO
+def test_two_graphs_and_steps_without_one_take_turns() -> None:
+    eager, graphed = (Training(adam, is_graphed=choice) for choice in (False, True))
+
+    def second(training: Training) -> Callable[[Tensor], None]:
+        def step(ids: Tensor) -> None:
+            training.optimizer.zero_grad()
+            (training.module(ids) + training.scale).square().sum().backward()
+            training.optimizer.step()
+
+        return step
+
+    other = graphed.graphed(second(graphed), random_ids(97))
+    for step in range(STEPS):
+        batch = random_ids(2 * step), random_ids(2 * step + 1)
+        if step % 3 == 2:
+            second(eager)(batch[0])
+            other(batch[0])
+        else:
+            run = graphed.step if step % 4 == 1 else graphed.run
+            assert torch.equal(eager.step(*batch), run(*batch)), step
+        if step % 4 == 3:
+            assert same(graphed.everything(), eager.everything()), step
+    assert same(graphed.everything(), eager.everything())
