@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class GraphedStep(ABC):
             for optimizer in self._optimizers
         ]
 
-    def __call__(self, *batch: Any, next_ids: Any = None) -> Any:
+    def __call__(self, *batch: Any, next_ids: Any = None, **others: NoReturn) -> Any:
         """Trains a batch with a replay. A batch unlike the example calls the step itself.
 
         A batch is unlike the example if the structure, a shape, a dtype or a value that is not a
@@ -74,6 +74,7 @@ class GraphedStep(ABC):
             next_ids: Ids of the next batch in the format of graphed(next_ids=...). Their rows are
                 prefetched during this step. If the next batch has other ids, its step loads its own
                 rows, and the results are the same.
+            **others: Raise TypeError. Pass all arguments of the step by position.
 
         Returns:
             The step's result. All replays write to the same tensors, which are detached from
@@ -85,8 +86,14 @@ class GraphedStep(ABC):
             RuntimeError: An earlier batch had more unique rows than the capacity (on the CPU: this
                 batch). Or, since the capture, a hyperparameter changed that is a number or a tensor
                 on the CPU, the optimizer's state or groups no longer fit, or a TrainingState slept.
-            TypeError, ValueError: next_ids have a wrong format, or graphed() got no next_ids.
+            TypeError, ValueError: next_ids have a wrong format, graphed() got no next_ids, or there
+                are keyword arguments.
         """
+        if others:
+            raise TypeError(
+                "graphed: expected the arguments of the step by position, got the keyword arguments"
+                f" {[*others]}. Pass the whole batch in the order of the example, without names."
+            )
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(
                 "graphed: a CUDA graph repeats the numbers of its capture, but hyperparameters have"
@@ -96,7 +103,10 @@ class GraphedStep(ABC):
                 " again."
             )
         if next_ids is not None and not self._named:
-            raise ValueError("graphed: next_ids need an example. Pass next_ids= to graphed() too.")
+            raise ValueError(
+                "next_ids: expected None, because graphed() was called without next_ids, got"
+                f" {type(next_ids).__name__}. Pass example ids to graphed(next_ids=...), too."
+            )
         return self._train(batch, self._by_module(next_ids))
 
     def _by_module(self, next_ids: Any) -> dict[RowModule, list[Tensor]]:

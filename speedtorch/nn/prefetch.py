@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from speedtorch.nn.row_module import RowModule
 from speedtorch.nn.shared_lookups import together, trained
 from speedtorch.nn.table_group import TableGroup
 from speedtorch.plan.joint_batch import JointBatch
+from speedtorch.plan.planned_batch import check_ids
 from speedtorch.step.disagreement import DisagreementError
 from speedtorch.step.joint_exchange import JointExchange, join_exchanges
 from speedtorch.step.step import Batch
@@ -179,14 +180,15 @@ def ids_of_modules(
     """Returns the ids of each module. `named` has the format of prefetch's `ids` results.
 
     Only these `modules` may be named: other keys raise ValueError. Ids of a wrong kind raise the
-    errors of a lookup. Errors about modules begin with the name of the `argument`.
+    errors of a lookup. Errors begin with the name of the `argument`, or with that of a collection.
     """
     if not isinstance(named, Mapping) or not any(isinstance(k, nn.Module) for k in named):
         if (count := len(modules)) != 1:
-            keys = f" The result has the keys {list(named)}." if isinstance(named, Mapping) else ""
+            keys = f" with the keys {list(named)}" if isinstance(named, Mapping) else ""
             raise ValueError(
-                f"{argument}: the model has {count} Embeddings. Return a dict by module, such as"
-                f" {{model.users: ids}}.{keys}"
+                f"{argument}: expected a dict by module, because the model has {count} Embeddings,"
+                f" got {type(named).__name__}{keys}. Use the modules as keys, such as"
+                " {model.users: ids}."
             )
         named = {modules[0]: named}
     parts: dict[RowModule, list[Tensor]] = {}
@@ -194,9 +196,12 @@ def ids_of_modules(
         if module not in modules:
             kind = type(module).__name__
             raise ValueError(
-                f"{argument}: expected keys that are Embeddings of the model, got another {kind}"
+                f"{argument}: expected keys that are Embeddings of the model, got another {kind}."
+                " Use the model's own modules as keys, such as {model.users: ids}."
             )
         parts |= module.ids_by_module(ids)
+    for part in chain.from_iterable(parts.values()):
+        check_ids(argument, part)
     return parts
 
 

@@ -66,7 +66,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         keys_by_name,
         ValueError,
-        r"by module, such as \{model.users: ids\}. The result has the keys \['users', 'films'\]",
+        r"dict by module, .* got dict with the keys \['users', 'films'\]. .* \{model.users: ids\}",
     ),
     (in_torchrecs_order, TypeError, r"tables: expected a list of .* got a str in the list"),
     (

@@ -467,14 +467,14 @@ def test_ids_of_a_next_batch_of_another_kind_are_errors() -> None:
     step, (ids, targets) = world.graphed(ahead=True), batches(1)[0]
     other = speedtorch.Embedding(3, 2)
     for next_ids, error, match in (
-        ([1, 2], TypeError, "ids: expected an int32 or int64 tensor, got int"),
-        ({other: ids}, ValueError, "ids: expected keys that are Embeddings of the model"),
+        ([1, 2], TypeError, "next_ids: expected an int32 or int64 tensor, got int"),
+        ({other: ids}, ValueError, "next_ids: expected keys that are Embeddings of the model"),
     ):
         with pytest.raises(error, match=match):
             step(ids, targets, next_ids=next_ids)
     step(ids, targets, next_ids=ids[:3])  # of another shape: not foreseen
     step(*batches(2)[1], next_ids=ids)
-    with pytest.raises(ValueError, match="next_ids need an example"):
+    with pytest.raises(ValueError, match="next_ids: expected None, because graphed"):
         World().graphed()(ids, targets, next_ids=ids)
 
 

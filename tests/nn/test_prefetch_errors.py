@@ -187,7 +187,7 @@ WRONG: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (lambda: nn.Linear(1, 1), of_batch, ValueError, "Linear has no speedtorch.Embedding"),
     (lambda: 3, of_batch, TypeError, "model: expected a torch.nn.Module, got int"),
     (two, None, TypeError, "ids: expected a function of a batch, got NoneType"),
-    (two, of_batch, ValueError, "the model has 2 Embeddings. Return a dict"),
+    (two, of_batch, ValueError, "ids: expected a dict by module, because the model has 2 Emb"),
     (two, lambda b: {nn.Embedding(1, 1): b}, ValueError, "keys that are Embeddings"),
     (one, lambda _: None, TypeError, f"{NO_IDS} NoneType"),
     (one, lambda _: 1, TypeError, f"{NO_IDS} int"),

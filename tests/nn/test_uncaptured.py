@@ -59,13 +59,44 @@ def with_example(example: Any) -> object:
     return speedtorch.graphed(training.step, example, **given)
 
 
+def of_two_modules(next_ids: Any) -> object:
+    trainings = [made(), made()]
+    modules = [training.module for training in trainings]
+    optimizers = [training.optimizer for training in trainings]
+    return trainings[0].graphed(modules=modules, optimizers=optimizers, next_ids=next_ids)
+
+
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: made().graphed()(made().batch(0), next_ids=made().batch(1)),
         ValueError,
-        "graphed: next_ids need an example",
+        r"next_ids: expected None, because graphed\(\) was called without next_ids, got Tensor\. P",
     ),
-    (lambda: made().graphed(next_ids=3), TypeError, "ids: expected"),
+    (
+        lambda: made().graphed(next_ids=3),
+        TypeError,
+        "^next_ids: expected an int32 or int64 tensor, got int. Convert",
+    ),
+    (
+        lambda: made().graphed(next_ids={made().module: made().batch(0)}),
+        ValueError,
+        "^next_ids: expected keys that .* got another Embedding. Use the model's own modules as",
+    ),
+    (
+        lambda: of_two_modules(made().batch(0)),
+        ValueError,
+        "^next_ids: expected a dict by module, .* has 2 Embeddings, got Tensor. Use the modules",
+    ),
+    (
+        lambda: of_two_modules({"users": made().batch(0)}),
+        ValueError,
+        r"^next_ids: expected a dict by module, .* got dict with the keys \['users'\]. Use the mod",
+    ),
+    (
+        lambda: made().graphed()(ids=made().batch(0)),
+        TypeError,
+        r"graphed: expected the arguments .* by position, got .* \['ids'\]. Pass the whole batch",
+    ),
     (lambda: made(None).graphed(), ValueError, "graphed: Embedding has no capacity"),
     (
         lambda: speedtorch.graphed(None, modules=made().module, optimizers=made().optimizer),
