@@ -170,7 +170,7 @@ class FaultConsensus:
         is_new = torch.tensor([error is not None], device=device).long()
         if int(self._ranks.all_reduce_max_(is_new)):
             self._ranks.count_error()
-            outcome = "Its lookup returned zeros. No row has changed."
+            outcome = "Until this error, lookups of the batch returned zeros. No row has changed."
             raise error or rank_error(self._memory.held.name, fault, outcome)
 
 

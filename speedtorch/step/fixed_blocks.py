@@ -328,8 +328,9 @@ class FixedBlocks:
         self._fault.zero_()
         since = f" (and those of {more} later batches)" if more else ""
         nothing = (
-            f"Its lookup{since} returned zeros. No row has changed. Optimizer steps since then"
-            " changed other parameters, except for fused optimizers that also step these rows."
+            f"Until this error, lookups of the batch{since} returned zeros. No row has changed."
+            " Optimizer steps since then changed other parameters, except for fused optimizers that"
+            " also step these rows."
         )
         if kind == TOO_MANY:
             raise too_many(self._name, distinct, size, nothing)

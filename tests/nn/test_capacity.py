@@ -347,10 +347,23 @@ def test_the_error_says_what_happened_to_the_batch(faulty: Faulty) -> None:
     with pytest.raises(RuntimeError) as error:
         faulty().emb.flush()
     assert str(error.value) == (
-        f"{TOO_MANY}. Use smaller batches or a larger capacity. Its lookup returned zeros. No row"
-        " has changed. Optimizer steps since then changed other parameters, except for fused"
-        " optimizers that also step these rows."
+        f"{TOO_MANY}. Use smaller batches or a larger capacity. Until this error, lookups of the"
+        " batch returned zeros. No row has changed. Optimizer steps since then changed other"
+        " parameters, except for fused optimizers that also step these rows."
     )
+
+
+def test_the_error_within_its_step_does_not_say_that_this_lookup_returned(
+    device: str, late: None
+) -> None:
+    training = Training(device)
+    parts = ids(1, 2).to(device), ids(3, 4, 5).to(device)
+    training.emb.announce(*parts)
+    assert not training.emb(parts[0]).any()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="Until this error, lookups of the batch returned zeros"):
+        training.emb(parts[1])
 
 
 @NEEDS_GPU
@@ -384,7 +397,7 @@ def test_later_batches_are_zeros_and_counted_until_the_error_is_raised(faulty: F
         for part in (GOOD, OTHER):
             assert not training.emb(part).any()
             training.optimizer.step()
-    with pytest.raises(RuntimeError, match=r"Its lookup \(and those of 2 later batches\) ret"):
+    with pytest.raises(RuntimeError, match=r"the batch \(and those of 2 later batches\) ret"):
         training.emb.flush()
 
 
