@@ -632,6 +632,26 @@ def test_a_step_that_reads_a_number_is_explained() -> None:
     world.step(ids, targets)
 
 
+def test_batches_on_the_cpu_train_whether_or_not_they_are_like_the_example() -> None:
+    pair = Pair()
+    for number, (ids, targets) in enumerate(batches(12)):
+        if number % 3 == 2:
+            ids, targets = ids[:17], targets[:17]
+        assert_same_bytes(pair.step(ids.cpu(), targets.cpu()), pair.plain.step(ids, targets))
+    pair.check()
+
+
+def test_ids_that_were_announced_before_a_replay_do_not_join_a_later_step() -> None:
+    pair = Pair()
+    given = batches(4)
+    pair.world.embedding.announce(given[2][0], given[3][0])
+    for number, batch in enumerate(given):
+        expected = pair.plain.step(*batch)
+        step = pair.world.step if number == 2 else pair.step
+        assert_same_bytes(step(*batch), expected)
+    pair.check()
+
+
 def test_many_batches_unlike_the_example_warn_once() -> None:
     world = World()
     step, (ids, targets) = world.graphed(), batches(1)[0]

@@ -619,3 +619,11 @@ def test_a_graph_of_a_step_that_leaves_announced_ids_out_is_not_made() -> None:
     with pytest.raises(RuntimeError, match=LEFT_OUT):
         speedtorch.graphed(train, ids(1, 2), ids(3, 4), modules=emb, optimizers=sgd)
     assert torch.equal(emb.state_dict()["weight"], before)
+
+
+def test_a_replay_gives_up_announced_ids(device: str) -> None:
+    trained = Trained(device, capacity=8)
+    trained.emb.announce(ids(1, 2).to(device), ids(3).to(device))
+    trained.emb.trained_rows.exchange.memory.before_replay()
+    trained.learn(ids(1, 2).to(device))  # with the batch of row 3, step() would raise
+    assert trained.moved() == [1, 2]
