@@ -225,6 +225,41 @@ def test_next_ids_are_refused() -> None:
 
 
 @ONE_AND_TWO
+def test_lookups_without_gradients_are_refused_in_a_capture() -> None:
+    training, eager = (Training(adam, is_graphed=False) for _ in range(2))
+    batch = random_ids(0), random_ids(1)
+    with training.module.lookups.capturing(), torch.no_grad():
+        raises(
+            RuntimeError,
+            "Embedding: a CUDA graph cannot capture a lookup without gradients of rows that are",
+            lambda: training.module(batch[0]),
+        )
+    with torch.no_grad():
+        assert torch.equal(training.module(batch[0]), eager.module(batch[0]))
+    for each in (training, eager):
+        each.step(*batch)
+    assert same(training.everything(), eager.everything())
+
+
+@ON_GPUS
+def test_a_step_with_a_lookup_without_gradients_is_not_captured() -> None:
+    training = Training(adam, is_graphed=False)
+    batch = random_ids(0), random_ids(1)
+
+    def evaluating(first: Tensor, second: Tensor) -> None:
+        with torch.no_grad():
+            training.module(first)
+        training.step(first, second)
+
+    raises(
+        RuntimeError,
+        "cannot capture a lookup without gradients",
+        lambda: training.graphed(evaluating, *batch),
+    )
+    training.step(*batch)
+
+
+@ONE_AND_TWO
 def test_a_step_that_clips_and_scales_is_captured() -> None:
     def step_of(training: Training, scaler: speedtorch.GradScaler) -> Callable[..., None]:
         def step(first: Tensor, second: Tensor) -> None:
