@@ -55,8 +55,8 @@ class Call(NamedTuple):
     lookup: int = 0
     """The lookup's number since the last error, from 0, for IDS, ROWS and GRADIENTS.
 
-    For REPLAY, the number of lookups in the graph. For PACE, the duration that ranks compare, and
-    whether the GPU was idle. For other kinds 0.
+    For REPLAY, the number of the graph among the table's captures, from 1. For PACE, the duration
+    that ranks compare, and whether the GPU was idle. For other kinds 0.
     """
 
     @property
@@ -85,7 +85,7 @@ class Call(NamedTuple):
             Kind.PACE: f"a step of prefetch() of {table} whose duration ranks compare",
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error in optimizer.step() of {table}",
-            Kind.REPLAY: f"a step of graphed() with {self.lookup} lookups of {table}",
+            Kind.REPLAY: f"a step of graphed(), CUDA graph {self.lookup} of {table}",
             Kind.END: "no further lookup (or its announce() or prefetch())",
         }[self.kind]
 
@@ -109,7 +109,8 @@ def disagreement(name: str, calls: Sequence[Call], tables: Sequence[str]) -> Dis
     texts = ", ".join(f"ranks {group} are at {call.text(tables)}" for call, group in ranks.items())
     return DisagreementError(
         f"{name}: {texts}. No row has changed. All ranks must make the same lookups, backward"
-        " passes, optimizer steps and calls of full_state_dict() in the same order. A rank without"
-        " data must look up an empty batch. All ranks must look up announced and prefetched tensors"
-        " in the order of announce() and prefetch(), or all must look up other tensors."
+        " passes, optimizer steps, steps of graphed() and calls of full_state_dict() in the same"
+        " order. A rank without data must look up an empty batch. All ranks must look up announced"
+        " and prefetched tensors in the order of announce() and prefetch(), or all must look up"
+        " other tensors."
     )

@@ -117,23 +117,18 @@ class FaultConsensus:
 
     @contextmanager
     def capturing(self, call: Call) -> Iterator[Replays]:
-        """See Lookups.capturing.
-
-        Before each replay, ranks compare `call` and the number of lookups in the capture.
-        """
+        """See Lookups.capturing. Before each replay, ranks compare `call`."""
         captured: list[Tensor] = []
         self._captured, self._expected = captured, None
-        replays = _Replays(self, call, captured)
         try:
-            yield replays
-            replays.call = call._replace(lookup=len(captured))
+            yield _Replays(self, call, captured)
             if captured:
                 captured[:] = [torch.cat(captured).amax(0, keepdim=True)]
         finally:
             self._captured = self._expected = None
 
     def agree_on_replay(self, call: Call, compared: set[object]) -> None:
-        """Raises DisagreementError on all ranks unless all are about to replay a graph.
+        """Raises DisagreementError on all ranks unless all are about to replay the same graph.
 
         Then raises the faults of the replays before the last one, on all ranks. The code of the
         last replay is not read, because the host would wait for its end.
@@ -183,11 +178,11 @@ class _Replays(Replays):
 
     def __init__(self, consensus: FaultConsensus, call: Call, faults: list[Tensor]) -> None:
         super().__init__(consensus._memory)
-        self._consensus, self.call, self._faults = consensus, call, faults
+        self._consensus, self._call, self._faults = consensus, call, faults
 
     def agree(self, compared: set[object]) -> None:
         """See Replays.agree."""
-        self._consensus.agree_on_replay(self.call, compared)
+        self._consensus.agree_on_replay(self._call, compared)
 
     def after(self) -> None:
         """See Replays.after."""

@@ -7,6 +7,7 @@ in the order of the ranks.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,6 +89,7 @@ class ShardedRows(SharedLookups):
         _ranks[rows] = ranks
         padded = padding is not None
         self._joint: JointRows | None = None
+        self._graphs = itertools.count(1)
         self.exchange = Requests(rows.exchange, sharding, ranks, number, own_padding, padded=padded)
         self.steps = self.exchange
 
@@ -195,7 +197,8 @@ class ShardedRows(SharedLookups):
         assert consensus is not None
         self.exchange.give_up()
         try:
-            with consensus.capturing(Call(Kind.REPLAY, self._number)) as replays:
+            call = Call(Kind.REPLAY, self._number, next(self._graphs))
+            with consensus.capturing(call) as replays:
                 yield replays
         finally:
             self.exchange.give_up()

@@ -196,19 +196,41 @@ def test_a_fault_of_one_rank_raises_on_all_and_changes_no_row() -> None:
 
 @ON_GPUS
 def test_ranks_at_other_calls_raise() -> None:
+    """Rank 1 trains without a graph, or replays another graph of the same lookups."""
     if dist.get_world_size() == 1:
         return
     training = Training(adam, is_graphed=True)
     batch = random_ids(0), random_ids(1)
+    for other in (training.step, training.graphed(training.step, *batch)):
+        before = training.everything()
+        run = other if dist.get_rank() else training.run
+        raises(
+            DisagreementError,
+            r"ranks \[0\] are at a step of graphed\(\), CUDA graph 1 of ",
+            lambda run=run: run(*batch),
+        )
+        assert same(training.everything(), before)
+        training.run(*batch)
+        assert not same(training.everything(), before)
+
+
+def test_ranks_compare_the_order_numbers_of_graphs() -> None:
+    """On the CPU the graphs are empty."""
+    training, replays = Training(sgd, is_graphed=False), []
+    for _ in range(2):
+        with training.module.lookups.capturing() as graph:
+            replays.append(graph)
+    rank = dist.get_rank()
+    for _ in range(2):
+        raises(
+            DisagreementError,
+            r"\[0\] are at a step of graphed\(\), CUDA graph 1 of .*\[1\] are .*, CUDA graph 2 of ",
+            lambda: replays[rank].agree(set()),
+        )
+        for graph in replays:
+            graph.agree(set())
     before = training.everything()
-    run = training.step if dist.get_rank() else training.run
-    raises(
-        DisagreementError,
-        r"ranks \[0\] are at a step of graphed\(\) with 2 lookups",
-        lambda: run(*batch),
-    )
-    assert same(training.everything(), before)
-    training.run(*batch)
+    training.run(random_ids(0), random_ids(1))
     assert not same(training.everything(), before)
 
 
