@@ -88,6 +88,8 @@ class ResidentRows {
   const ResidentCounts& counts() const { return counts_; }
   // All other calls are made with this lock.
   std::unique_lock<std::mutex> lock();
+  // The mutex of lock(), for handlers of a fork.
+  std::mutex& mutex() { return mutex_; }
 
  private:
   struct File {  // closed by its last user, which may be a thread of read_ahead()

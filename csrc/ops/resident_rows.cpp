@@ -1,6 +1,8 @@
 // resident_slots, resident_read_ahead, resident_write and resident_counts: records of a file in
 // slots of host memory, by a handle of resident_open. Called by speedtorch/table/resident_rows.py.
 
+#include <pthread.h>
+
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,8 +36,25 @@ struct Registry {
   std::unordered_map<int64_t, std::shared_ptr<Opened>> opened;
 };
 
+Registry& registry();
+
+void lock_all() {
+  registry().mutex.lock();
+  for (const auto& [_, each] : registry().opened) each->rows.mutex().lock();
+}
+
+void unlock_all() {
+  for (const auto& [_, each] : registry().opened) each->rows.mutex().unlock();
+  registry().mutex.unlock();
+}
+
+// Never destroyed: threads may use it at exit. A fork waits until no thread uses any rows, so that
+// the child finds all mutexes unlocked.
 Registry& registry() {
-  static auto* all = new Registry;  // never destroyed: threads may use it at exit
+  static Registry* const all = [] {
+    pthread_atfork(lock_all, unlock_all, unlock_all);
+    return new Registry;
+  }();
   return *all;
 }
 

@@ -15,7 +15,6 @@
 #pragma weak Py_IncRef
 #pragma weak _Py_IncRef
 #pragma weak _Py_NoneStruct
-#pragma weak PyArg_ParseTuple
 #pragma weak PyBool_FromLong
 #pragma weak PyErr_CheckSignals
 #pragma weak PyErr_Clear
@@ -29,6 +28,7 @@
 #pragma weak PyExc_RuntimeError
 #pragma weak PyExc_TypeError
 #pragma weak PyExc_ValueError
+#pragma weak PyFloat_AsDouble
 #pragma weak PyList_New
 #pragma weak PyList_SetItem
 #pragma weak PyLong_AsLongLong

@@ -136,6 +136,13 @@ struct RankWords {
 
 Words& words_of(PyObject* self) { return *reinterpret_cast<RankWords*>(self)->words; }
 
+// Sets a Python error and returns false unless there are so many arguments.
+bool check_length(PyObject* arguments, Py_ssize_t count) {
+  if (PyTuple_Size(arguments) == count) return true;
+  PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+  return false;
+}
+
 // Waits for `count` words from each rank; returns whether all ranks have written them. Returns
 // nothing, with a Python error set, if a signal handler raised one.
 std::optional<bool> await_all(Words& words, int64_t count, double seconds) {
@@ -215,11 +222,11 @@ PyObject* received(const Words& words, int64_t count) {
 }
 
 PyObject* exchange(PyObject* self, PyObject* arguments) {
-  PyObject* sent = nullptr;
-  double seconds = 0;
-  if (!PyArg_ParseTuple(arguments, "Od", &sent, &seconds)) return nullptr;
+  if (!check_length(arguments, 2)) return nullptr;
+  const double seconds = PyFloat_AsDouble(PyTuple_GetItem(arguments, 1));
+  if (PyErr_Occurred()) return nullptr;
   Words& words = words_of(self);
-  const int64_t count = read_sent(words, sent);
+  const int64_t count = read_sent(words, PyTuple_GetItem(arguments, 0));
   if (count < 0) return nullptr;
   std::optional<bool> have_written = true;
   if (!words.is_awaited) {  // others may not have read the numbers before the interrupted exchange
@@ -240,9 +247,13 @@ PyObject* abort(PyObject* self, PyObject*) {
 }
 
 PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  int file = -1, rank = 0, size = 0;
-  long long begin = 0, width = 0;
-  if (!PyArg_ParseTuple(arguments, "iLLii", &file, &begin, &width, &rank, &size)) return nullptr;
+  if (!check_length(arguments, 5)) return nullptr;
+  int64_t given[5];
+  for (Py_ssize_t i = 0; i < 5; ++i) given[i] = PyLong_AsLongLong(PyTuple_GetItem(arguments, i));
+  if (PyErr_Occurred()) return nullptr;
+  const int64_t begin = given[1], width = given[2];
+  const int file = static_cast<int>(given[0]), rank = static_cast<int>(given[3]),
+            size = static_cast<int>(given[4]);
   const auto bytes = static_cast<size_t>(begin + 2 * size * size * width * 8);
   struct stat status = {};
   if (fstat(file, &status) != 0) return PyErr_SetFromErrno(PyExc_OSError);

@@ -8,6 +8,7 @@
 
 #include "python/row_lock.h"
 
+#include "core/process.h"
 #include "python/classes.h"
 
 namespace speedtorch {
@@ -26,6 +27,7 @@ struct RowLock {
   // The number of acquisitions by `thread` that it has not released. 0: free, without waiters.
   Py_ssize_t depth;
   unsigned long thread;
+  pid_t process;  // of `thread`
   Waiter* first;
   // The lock into which this lock was merged, or null. All state is in that lock then. Owned
   // reference.
@@ -88,6 +90,16 @@ bool wait_for(PyObject* self, Waiter& waiter) {
   return true;
 }
 
+// Whether another thread owns the lock. In a forked child, the other threads of the parent do not
+// exist: their lock is free then, in the state that an exception in these threads would leave.
+bool is_owned_by_other(RowLock& lock) {
+  if (lock.depth == 0 || lock.thread == PyThread_get_thread_ident()) return false;
+  if (lock.process == process_id()) return true;
+  lock.depth = 0;
+  lock.first = nullptr;
+  return false;
+}
+
 // Whether the interpreter shuts down. No other thread runs then, so the lock can be taken from its
 // owner.
 bool is_ending() {
@@ -99,13 +111,19 @@ bool is_ending() {
   return is_ending;
 }
 
+// Takes the lock for the calling thread, which owns it already or finds it free.
+void acquire(RowLock& lock) {
+  lock.thread = PyThread_get_thread_ident();
+  lock.process = process_id();
+  ++lock.depth;
+}
+
 PyObject* py_enter(PyObject* self, PyObject*) {
   RowLock& lock = state_of(self);
   const unsigned long thread = PyThread_get_thread_ident();
-  if (lock.depth != 0 && lock.thread != thread && is_ending()) lock.depth = 0;
-  if (lock.depth == 0 || lock.thread == thread) {
-    lock.thread = thread;
-    ++lock.depth;
+  if (is_owned_by_other(lock) && is_ending()) lock.depth = 0;
+  if (!is_owned_by_other(lock)) {
+    acquire(lock);
     return none();
   }
   Waiter waiter{.wake = PyThread_allocate_lock(), .thread = thread};
@@ -174,17 +192,14 @@ PyObject* make_locks(PyTypeObject* type, PyObject* locks, PyObject*) {
 PyObject* first_owned_by_other(PyObject* locks) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(locks); ++i) {
     PyObject* const item = PyTuple_GetItem(locks, i);
-    const RowLock& lock = state_of(item);
-    if (lock.depth != 0 && lock.thread != PyThread_get_thread_ident()) return item;
+    if (is_owned_by_other(state_of(item))) return item;
   }
   return nullptr;
 }
 
 void acquire_all(PyObject* locks) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(locks); ++i) {
-    RowLock& lock = state_of(PyTuple_GetItem(locks, i));
-    lock.thread = PyThread_get_thread_ident();
-    ++lock.depth;
+    acquire(state_of(PyTuple_GetItem(locks, i)));
   }
 }
 

@@ -8,6 +8,7 @@ super().step(), groups have the weight, and the state has the state of all rows.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -168,7 +169,7 @@ class OptimizerStep:
         self._found = cache.found
         self._rows: list[TrainedRows] = [weight._rows for weight in cache.found.weights]
         self._stateless = cache.stateless
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._lent: Callable[[], object] = lambda: None
         """Restores the optimizer's found_inf after this step."""
 
@@ -298,9 +299,12 @@ class OptimizerStep:
         """Whether the own step function still runs, in any thread.
 
         An interrupt may end the function before stop(). The thread's stack is no reliable test: a
-        generator on top that yields meanwhile has no reference to its caller.
+        generator on top that yields meanwhile has no reference to its caller. In a forked child,
+        only the thread that forked still runs.
         """
         if self._frame is None:
+            return False
+        if self._process != os.getpid() and self._thread != threading.get_ident():
             return False
         try:
             self._frame.clear()  # raises RuntimeError for a running frame

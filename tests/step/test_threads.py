@@ -523,3 +523,39 @@ def test_two_threads_may_restore_a_step_that_has_ended() -> None:
     embedding(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert list(optimizer.state) == [embedding.weight] and optimizer.state.reads == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["trains", "reads"])
+@pytest.mark.parametrize("memory", ["heap", "file"])
+def test_a_child_forked_while_another_thread_uses_the_rows_does_not_hang(
+    memory: str, work: str, tmp_path: Path
+) -> None:
+    """The thread does not exist in the child, which takes its locks and ends its step."""
+    rows, kept = 120, {"memory": "file", "path": tmp_path / "rows", "resident": 60 * 4 * COLUMNS}
+    table = speedtorch.HostTable(rows, COLUMNS, **(kept if memory == "file" else {})).normal_()
+    model: Any = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer, has_ended = optim.SGD(model.parameters(), lr=0.1), threading.Event()
+
+    def use() -> None:
+        while not has_ended.is_set():
+            ids = torch.randint(rows, (20,))
+            if work == "trains":
+                step([model], optimizer, [ids])
+            else:
+                table.gather(ids)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    try:
+        for _ in range(60):
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                with torch.no_grad():
+                    model(torch.arange(0, rows, 7))
+                table.gather(torch.arange(20))
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        has_ended.set()
+        thread.join()
