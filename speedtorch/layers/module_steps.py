@@ -20,6 +20,7 @@ from speedtorch.layers.residency import Residency
 from speedtorch.layers.split_steps import (
     ChangedSetting,
     PartialStep,
+    check_not_attached,
     check_steps_apart,
     needs_arguments,
 )
@@ -246,6 +247,7 @@ def replace_step(
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Adds hooks that first step the parts, and calls the original method."""
         nonlocal is_tried
+        check_not_attached(optimizer)
         if not is_tried:
             check_steps_apart(optimizer, device, args, kwargs)
             is_tried = True

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from speedtorch.layers.state_tensors import plain_tensors
+from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.optimizer_copy import OptimizerCopy, copy_with
 from speedtorch.optim.probe import agree, kept_random, raise_if_no_memory
 from speedtorch.step.gradient_sums import sparse_of_all
@@ -32,6 +33,7 @@ __all__ = [
     "FirstState",
     "PartialStep",
     "check_can_be_split",
+    "check_not_attached",
     "check_steps_apart",
     "check_when_given",
     "needs_arguments",
@@ -152,9 +154,10 @@ swapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def check_can_be_split(optimizer: Optimizer) -> None:
     """Raises TypeError if the optimizer steps all parameters at once, or wraps another one.
 
-    Raises ValueError if the optimizer has a StateSwapper.
+    Raises ValueError if the optimizer has a StateSwapper, or attached rows of an Embedding.
     """
     name = type(optimizer).__name__
+    check_not_attached(optimizer)
     if optimizer in swapped_optimizers:
         raise ValueError(f"optimizer: {name} already has a StateSwapper. Call its close() first.")
     if isinstance(optimizer, LBFGS):
@@ -169,6 +172,15 @@ def check_can_be_split(optimizer: Optimizer) -> None:
                 f"optimizer: {name} wraps a {inner}, and would step all its parameters in each"
                 f" partial step. Pass the {inner} instead."
             )
+
+
+def check_not_attached(optimizer: Optimizer) -> None:
+    """Raises ValueError if the state of an Embedding's rows is attached to the optimizer."""
+    if saved_state_of(optimizer) is not None:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} has the rows of an Embedding, whose state"
+            " attach() offloads. Create a separate optimizer for the rows. Nothing was stepped."
+        )
 
 
 def needs_arguments(optimizer: Optimizer) -> bool:

@@ -844,6 +844,13 @@ class RowModule(nn.Module):
                 f"{self.trained_rows.name}: a module with sharded rows cannot be copied. Build"
                 " another model, shard it, and load the state_dict()."
             )
+        if id(self.weight) in memo:
+            raise NotImplementedError(
+                f"{self.trained_rows.name}: deepcopy() reached its weight before the module, so the"
+                " copies of both could not share rows. Copy the module first, as in"
+                " copy.deepcopy((model, optimizer)). Do not register the weight a second time: make"
+                " an attribute such as `out` a property that returns self.emb.weight."
+            )
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made

@@ -73,6 +73,8 @@ _OVERWRITE = _names(
     "zero_ fill_ uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_"
 )
 """Methods whose results do not depend on the old elements."""
+_CONSTANT = _names("zero_ fill_ zeros_ ones_ constant_")
+"""Functions of torch and torch.nn.init that draw no random number when they fill rows."""
 _CHANGE = _names(
     "mul_ multiply_ div_ divide_ add_ sub_ subtract_ neg_ abs_ clamp_ clip_ clamp_min_ clamp_max_"
     " pow_ sqrt_ square_ exp_ log_ sin_ cos_ tanh_ sigmoid_ erf_ erfinv_ round_ floor_ ceil_"
@@ -687,7 +689,8 @@ def _initialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
             func(own, **numbers)
             _store(memory, versions)
     else:
-        weight._rows.draw(lambda tensor: func(tensor, **numbers), anew=True)
+        is_random = func.__name__ not in _CONSTANT
+        weight._rows.draw(lambda tensor: func(tensor, **numbers), anew=True, is_random=is_random)
     return weight
 
 
@@ -861,6 +864,10 @@ def _changed(name: str, args: Any, kwargs: Any, weight: RowWeight) -> bool:
     undrawn = not rows.table.is_drawn
     if name in _OVERWRITE or (name in _CHANGE and undrawn):
         method, rest = getattr(torch.Tensor, name), args[1:]
-        rows.draw(lambda tensor: method(tensor, *rest, **numbers), anew=name in _OVERWRITE)
+        rows.draw(
+            lambda tensor: method(tensor, *rest, **numbers),
+            anew=name in _OVERWRITE,
+            is_random=name in _OVERWRITE - _CONSTANT,
+        )
         return True
     return False

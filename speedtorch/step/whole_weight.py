@@ -99,10 +99,16 @@ class WholeWeight(ClaimedRows):
             self.fields.load("weight", values, first)
 
     @serialized
-    def draw(self, function: Callable[[Tensor], object], *, anew: bool) -> None:
-        """Changes all rows by `function`, lazily if no row was used yet; see LazyInit."""
+    def draw(
+        self, function: Callable[[Tensor], object], *, anew: bool, is_random: bool = True
+    ) -> None:
+        """Changes all rows by `function`, lazily if no row was used yet; see LazyInit.
+
+        Only if `is_random`, torch's default generator draws a seed.
+        """
         with as_plain():
-            self.table.draw(LazyInit((function,), random_seed(), None), anew=anew)
+            seed = random_seed() if is_random else 0
+            self.table.draw(LazyInit((function,), seed, None), anew=anew)
 
     @serialized
     def insert(
@@ -175,6 +181,8 @@ class WholeWeight(ClaimedRows):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.add_gradient(gradient, ids, number, places)
+        if not self.parameter.requires_grad:  # frozen since the lookup
+            return
         with as_plain():
             if self.exchange.stepping.call is not None:
                 self.exchange.stepping.await_step()

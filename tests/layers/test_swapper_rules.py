@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import speedtorch
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
 from speedtorch.layers.offloaded_module import OffloadedModule
@@ -704,3 +705,29 @@ def test_its_repr_names_the_modules_the_device_and_the_budget(
     assert repr(swapper) == f"Swapper({offloaded}; device=cpu, budget={text})"
     swapper.close()
     assert repr(swapper) == "Swapper(closed)"
+
+
+@pytest.mark.parametrize("is_attached_first", [True, False])
+def test_an_optimizer_with_attached_rows_is_refused_before_anything_is_stepped(
+    is_attached_first: bool,
+) -> None:
+    """Rows without state are stepped beside the modules."""
+    rows, layers = speedtorch.Embedding(10, 8, device="cpu"), linears(2, 8)
+    optimizer = optim.Adam([*rows.parameters(), *layers.parameters()], lr=0.1)
+    refused = pytest.raises(
+        ValueError, match=r"Adam has the rows of an Embedding.*Create a separate optimizer for the"
+    )
+    if is_attached_first:
+        speedtorch.attach(optimizer, rows)
+        with refused:
+            Swapper(layers, optimizer, device="cpu")
+        return
+    swapper = Swapper(layers, optimizer, device="cpu")
+    speedtorch.attach(optimizer, rows)
+    before = [param.detach().clone() for param in (rows.weight, *layers.parameters())]
+    with swapper.auto():
+        layers(rows(torch.arange(5))).sum().backward()
+        with refused:
+            optimizer.step()
+    after = [param.detach() for param in (rows.weight, *layers.parameters())]
+    assert all(map(torch.equal, before, after))

@@ -216,6 +216,48 @@ def test_parametrised_modules_and_freezing_behave() -> None:
     assert_same_state(ours.state_dict(), theirs.state_dict())
 
 
+def test_rows_that_are_frozen_after_their_lookup_get_no_gradient() -> None:
+    """As in torch, which decides at the backward. GANs freeze the discriminator there."""
+    theirs, ours = pair()
+    for model in (theirs, ours):
+        step(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(IDS).sum()
+        model.words.requires_grad_(False)
+        loss.backward()
+        assert model.words.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        model.words.requires_grad_(True)
+        step(model, IDS.flip(0))
+    assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
+class Shared(nn.Module):
+    """Has a weight a second time, which torch's modules reach before the first."""
+
+    def __init__(self, words: nn.Module) -> None:
+        super().__init__()
+        self.words, self.out = words, words.weight
+
+
+class Held:
+    """An optimizer before its model."""
+
+    def __init__(self, words: nn.Module) -> None:
+        self.optimizer, self.words = torch.optim.SGD(words.parameters(), lr=0.1), words
+
+
+@pytest.mark.parametrize("hold", [Shared, Held, lambda words: [words.weight, words]])
+def test_a_copy_that_would_separate_a_weight_from_its_module_is_refused(hold: Any) -> None:
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    held = hold(embedding)
+    with pytest.raises(NotImplementedError, match="Copy the module first.*a property that returns"):
+        copy.deepcopy(held)
+    copied, weight = copy.deepcopy((embedding, embedding.weight))
+    assert weight is copied.weight and weight is not embedding.weight
+
+
 def test_one_table_is_trained_by_one_module() -> None:
     table = speedtorch.HostTable(5, 3).fill_(1)
     ids = torch.tensor([0, 1])

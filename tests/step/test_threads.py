@@ -527,13 +527,14 @@ def test_two_threads_may_restore_a_step_that_has_ended() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["trains", "reads"])
-@pytest.mark.parametrize("memory", ["heap", "file"])
+@pytest.mark.parametrize("memory", ["plain", "file"])
 def test_a_child_forked_while_another_thread_uses_the_rows_does_not_hang(
     memory: str, work: str, tmp_path: Path
 ) -> None:
     """The thread does not exist in the child, which takes its locks and ends its step."""
-    rows, kept = 120, {"memory": "file", "path": tmp_path / "rows", "resident": 60 * 4 * COLUMNS}
-    table = speedtorch.HostTable(rows, COLUMNS, **(kept if memory == "file" else {})).normal_()
+    rows, path = 120, {"path": tmp_path / "rows", "resident": 60 * 4 * COLUMNS}
+    kept: Any = {"memory": memory, **(path if memory == "file" else {})}
+    table = speedtorch.HostTable(rows, COLUMNS, **kept).normal_()
     model: Any = speedtorch.Embedding.from_pretrained(table, freeze=False)
     optimizer, has_ended = optim.SGD(model.parameters(), lr=0.1), threading.Event()
 

@@ -522,6 +522,28 @@ def test_random_initialisation(device: str, state: State) -> None:
             torch.testing.assert_close(rows.t() @ rows, torch.eye(WIDTH))
 
 
+CONSTANTS: dict[str, Callable[[Any], object]] = {
+    "zeros_": nn.init.zeros_,
+    "ones_": nn.init.ones_,
+    "constant_": lambda w: nn.init.constant_(w, 2.0),
+    "data.zero_": lambda w: w.data.zero_(),
+    "data.fill_": lambda w: w.data.fill_(3.0),
+    "data.mul_": lambda w: w.data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_draws_no_random_number(name: str, is_used: bool) -> None:
+    """Later layers then have the same first values as without the call."""
+    embedding = speedtorch.Embedding(ROWS, WIDTH)
+    if is_used:
+        embedding(torch.tensor([1]))
+    before = torch.random.get_rng_state()
+    CONSTANTS[name](embedding.weight)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", ["held", "16-bits", "attached"])
 def test_modules(device: str, name: str) -> None:
     operations = by_hand(hand.MODULES, hand.REPARAMETRIZED)
