@@ -65,16 +65,14 @@ def files_to_write(path: str, fields: Mapping[str, Tensor]) -> list[NewContent]:
 
 def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[str]]:
     """See FileFormat."""
-    if names is not None:
-        targets = _paths(path, names)
-    elif os.path.lexists(path):
-        targets = {"weight": path}
-    elif found := _names(path):
-        targets = {name: _path(path, name) for name in found}
-    else:
-        text = f"neither this file nor {path.removesuffix('.npy')}.<field>.npy exists"
-        raise FileNotFoundError(errno.ENOENT, text, path)
     place = switch_folder(path)
+    targets = {"weight": path} if names is None else _paths(path, names)
+    new = os.path.join(place, os.path.basename(path))
+    if [*targets.values()] == [path] and not any(map(os.path.lexists, (path, new))):
+        if not (found := _names(path)):
+            text = f"neither this file nor {path.removesuffix('.npy')}.<field>.npy exists"
+            raise FileNotFoundError(errno.ENOENT, text, path)
+        targets = {name: _path(path, name) for name in found}
     return {
         name: [os.path.join(place, os.path.basename(target)), target]
         for name, target in targets.items()

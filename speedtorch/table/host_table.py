@@ -1009,7 +1009,8 @@ class HostTable:
             if set(found) != set(self.fields):
                 raise ValueError(
                     f"{os.fspath(path)}: the file has the fields {sorted(found)}, but the table has"
-                    f" {sorted(self.fields)}"
+                    f" {sorted(self.fields)}. To read a file with other fields, use"
+                    " HostTable.open(path) or speedtorch.Embedding.from_pretrained(path)."
                 )
             count = next(iter(found.values())).shape[0]
             source = _range_of(stored, count, f"{os.fspath(path)}: stored")

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from warm_python import run_warm
 
+import speedtorch
 from speedtorch.files.new_files import replace_files
 from speedtorch.files.npy_format import NPY_DTYPES
 from speedtorch.files.table_files import open_fields, save_fields, write_safetensors
@@ -136,6 +137,18 @@ def test_several_fields_are_one_npy_file_each(tmp_path: Path) -> None:
     (tmp_path / "t.a.b.npy").write_bytes(b"of another table, named t.a")
     with open_fields(tmp_path / "t.npy") as stored:
         assert list(stored) == ["weight", "exp_avg"]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "safetensors"])
+def test_a_table_without_state_names_the_fields_of_a_file_with_state(
+    suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"t.{suffix}"
+    speedtorch.HostTable(3, 2, state={"exp_avg": ((2,), torch.float32)}).fill_(1).save(path)
+    expected = r"the file has the fields \['exp_avg', 'weight'\].*use HostTable.open\(path\)"
+    with pytest.raises(ValueError, match=expected):
+        speedtorch.HostTable(3, 2).load(path)
+    assert speedtorch.HostTable.open(path)["weight"].eq(1).all()
 
 
 # Memory
