@@ -241,7 +241,8 @@ def _check_offsets(name: str, offsets: object, ids: Tensor, bags: int | None) ->
     if values[0] != 0 or values[-1] != len(ids) or (values[1:] < values[:-1]).any():
         raise ValueError(
             f"{name}: offsets must begin with 0, never decrease and end with the number of ids,"
-            f" {len(ids)}. The first is {values[0]} and the last is {values[-1]}."
+            f" {len(ids)}. The first is {values[0]} and the last is {values[-1]}. If there is one"
+            " offset for each bag, append len(ids)."
         )
 
 

@@ -377,9 +377,14 @@ class RowModule(nn.Module):
         self._insert(before, count, nn.init.normal_ if rows is None else rows)
         return self
 
-    def _count_new_rows(self, before: int, total: int, rows: Tensor | None) -> int:
-        """Returns the number of rows that resize() adds to `before`; raises its errors."""
-        name = self._label()
+    def _count_new_rows(
+        self, before: int, total: int, rows: Tensor | None, name: str | None = None
+    ) -> int:
+        """Returns the number of rows that resize() adds to `before`; raises its errors.
+
+        `name`: The table's name in errors, if the module has several tables.
+        """
+        name = self._label() if name is None else f"table {name!r}"
         count = checked_count("num_embeddings", total, "the new number of rows") - before
         self._check_use()
         if self.trained_rows.table.shard_spec is not None:
@@ -605,6 +610,11 @@ class RowModule(nn.Module):
 
     def ids_by_module(self, ids: Any) -> dict[RowModule, list[Tensor]]:
         """Returns the ids of one or several lookups by module, as prefetch plans them."""
+        if isinstance(ids, Mapping):
+            raise ValueError(
+                f"{self.trained_rows.name}: expected ids, got a dict with the keys {[*ids]}. Use"
+                " the module itself as a key, as in {model.users: ids}, or pass only the ids."
+            )
         return {self: list(ids) if isinstance(ids, list | tuple) else [ids]}
 
     def blocks(self, rows: int = 65_536) -> Iterator[tuple[int, Tensor]]:
@@ -870,8 +880,9 @@ class RowModule(nn.Module):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled, because a pickle would not contain the rows"
-            " of its table. Save model.state_dict(), or call emb.table.save(path)."
+            f"{type(self).__name__} cannot be pickled or copied by copy.copy(), because the result"
+            " would not contain the rows of its table. Save model.state_dict(), call"
+            " emb.table.save(path), or use copy.deepcopy(emb)."
         )
 
     def __prepare_scriptable__(self) -> NoReturn:

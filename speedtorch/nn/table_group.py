@@ -91,7 +91,7 @@ class TableGroup(RowModule):
         before = self.ranges
         at = [old.name for old in before.tables].index(table.name)
         after = TableRanges([*before.tables[:at], table, *before.tables[at + 1 :]])
-        count = self._count_new_rows(before.tables[at].rows, table.rows, rows)
+        count = self._count_new_rows(before.tables[at].rows, table.rows, rows, table.name)
 
         def update_ranges() -> None:
             """Sets the ranges of the current number of rows."""

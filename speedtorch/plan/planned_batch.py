@@ -60,7 +60,7 @@ def check_ids(name: str, ids: object, numbers: type[Exception] = TypeError) -> N
                 f"{expected} a nested tensor. Pass its values(), and for bags also its offsets()."
             )
         layout = "" if is_dense else f" in {ids.layout}"
-        remedy = ". Convert them with ids.long()." if is_dense else ""
+        remedy = ". Convert them with ids.long()." if is_dense else ". Pass ids.to_dense()."
         raise numbers(f"{expected} {ids.dtype} of shape {list(ids.shape)}{layout}{remedy}")
 
 

@@ -191,7 +191,11 @@ class RowWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refused(
-            self, "pickle of", "a copy would be as large as the table", "the state_dict()"
+            self,
+            "pickle of",
+            "a copy would be as large as the table",
+            "the module's state_dict(). If that contains this weight a second time, under another"
+            " key, delete the key",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

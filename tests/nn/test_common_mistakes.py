@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
 import numpy as np
@@ -61,6 +63,27 @@ def one_table_looked_up(*names: str) -> None:
     speedtorch.EmbeddingBagCollection(tables).embedding_bags["users"](torch.tensor([1]))
 
 
+def a_key_by_name() -> None:
+    embedding, ids = speedtorch.Embedding(10, 4), torch.tensor([1])
+    list(speedtorch.prefetch([ids], embedding, ids=lambda _: {"users": ids}))
+
+
+def collection() -> speedtorch.EmbeddingBagCollection:
+    tables = [speedtorch.EmbeddingBagConfig(10 * (k + 1), 4, f"t{k}") for k in range(2)]
+    return speedtorch.EmbeddingBagCollection(tables, device="cpu")
+
+
+def offsets_without_the_last() -> None:
+    ids = torch.tensor([1, 2])
+    collection()({f"t{k}": (ids, torch.tensor([0])) for k in range(2)})
+
+
+def a_weight_saved_a_second_time() -> None:
+    model = nn.ModuleDict({"words": speedtorch.Embedding(10, 4)})
+    model.register_parameter("out", model["words"].weight)
+    torch.save(model.state_dict(), io.BytesIO())
+
+
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (swapped, TypeError, r"attach: expected an optimizer and a module, .* got Embedding, Adam"),
     (
@@ -85,6 +108,24 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: speedtorch.Embedding(10, 4)(torch.tensor([1.0])),
         RuntimeError,
         r"got torch.float32 of shape \[1\]. Convert them with ids.long\(\)",
+    ),
+    (
+        a_key_by_name,
+        ValueError,
+        r"Embedding: expected ids, got a dict with the keys \['users'\]",
+    ),
+    (
+        lambda: collection().resize("t1", 10),
+        ValueError,
+        r"table 't1' has 20 rows, and resize\(10\) would drop 10 of them",
+    ),
+    (offsets_without_the_last, ValueError, r"the last is 0. .* append len\(ids\)"),
+    (a_weight_saved_a_second_time, NotImplementedError, "a second time, .* delete the key"),
+    (lambda: copy.copy(speedtorch.Embedding(10, 4)), TypeError, "copy.copy.* use copy.deepcopy"),
+    (
+        lambda: speedtorch.Embedding(10, 4)(torch.eye(2).to_sparse().long()),
+        RuntimeError,
+        r"in torch.sparse_coo. Pass ids.to_dense\(\)",
     ),
     (a_list_of_modules, TypeError, r"got Adam, list. Pass several modules as one nn.ModuleList"),
     (
