@@ -21,6 +21,7 @@ namespace speedtorch {
 namespace {
 
 std::atomic<bool> exits{false}, lost_threads{false};
+std::atomic<unsigned long> forked_by{0};
 
 bool has_several_threads() {
   DIR* const threads = opendir("/proc/self/task");
@@ -35,7 +36,10 @@ bool has_several_threads() {
 [[maybe_unused]] const int watches_forks = [] {
   static bool loses_threads = false;  // of the fork in progress
   return pthread_atfork([] { loses_threads = has_several_threads(); }, nullptr,
-                        [] { lost_threads = lost_threads || loses_threads; });
+                        [] {
+                          lost_threads = lost_threads || loses_threads;
+                          forked_by = static_cast<unsigned long>(pthread_self());
+                        });
 }();
 
 // True if this thread holds the GIL. Every CPython exports PyGILState_Check, but the limited API
@@ -57,6 +61,8 @@ pid_t process_id() {
 
 bool has_lost_threads() { return lost_threads.load(std::memory_order_relaxed); }
 
+unsigned long forking_thread() { return forked_by.load(std::memory_order_relaxed); }
+
 bool process_exits() { return exits; }
 
 void note_process_exit() { exits = true; }
@@ -72,7 +78,7 @@ WithoutPythonLock::WithoutPythonLock() {
   if (has_python && Py_IsInitialized() && has_python_lock()) thread_ = PyEval_SaveThread();
 }
 
-WithoutPythonLock::~WithoutPythonLock() {
+WithoutPythonLock::~WithoutPythonLock() noexcept(false) {
   if (thread_ != nullptr) PyEval_RestoreThread(thread_);
 }
 

@@ -12,6 +12,10 @@ pid_t process_id();
 // library. The other threads do not exist in this process.
 bool has_lost_threads();
 
+// The thread that forked this process, as PyThread_get_thread_ident() names it; 0 if none did. Of
+// the threads of the parent only this one exists here.
+unsigned long forking_thread();
+
 // True once the process exits. From then on, code that frees memory makes no CUDA call.
 bool process_exits();
 void note_process_exit();
@@ -24,7 +28,7 @@ void watch_process_exit();
 class WithoutPythonLock {
  public:
   WithoutPythonLock();
-  ~WithoutPythonLock();
+  ~WithoutPythonLock() noexcept(false);  // Python ends a daemon thread here if the process exits
   WithoutPythonLock(const WithoutPythonLock&) = delete;
   WithoutPythonLock& operator=(const WithoutPythonLock&) = delete;
 

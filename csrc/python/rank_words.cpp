@@ -179,7 +179,7 @@ int64_t read_sent(Words& words, PyObject* lists) {
     if (list == nullptr) return -1;
     const int64_t length = PySequence_Size(list);
     if (count < 0) count = length;
-    bool is_good = length == count && length <= words.width;
+    bool is_good = length > 0 && length == count && length <= words.width;
     for (int64_t k = 0; is_good && k < length; ++k) {
       PyObject* const item = PySequence_GetItem(list, k);
       const int64_t number = item == nullptr ? -1 : PyLong_AsLongLong(item);
@@ -190,7 +190,8 @@ int64_t read_sent(Words& words, PyObject* lists) {
     Py_DecRef(list);
     if (is_good) continue;
     if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_ValueError, "expected lists of one length with numbers below 2 ** 61");
+      PyErr_SetString(PyExc_ValueError,
+                      "expected lists of one length, not 0, with numbers below 2 ** 61");
     }
     return -1;
   }

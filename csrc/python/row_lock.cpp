@@ -27,16 +27,23 @@ struct RowLock {
   // The number of acquisitions by `thread` that it has not released. 0: free, without waiters.
   Py_ssize_t depth;
   unsigned long thread;
-  pid_t process;  // of `thread`
+  pid_t process;  // in which the lock was used last
   Waiter* first;
   // The lock into which this lock was merged, or null. All state is in that lock then. Owned
   // reference.
   RowLock* merged_into;
 };
 
+// In a forked child, the lock of a thread that does not exist here is free, in the state that an
+// exception in this thread would leave, and no thread waits.
 RowLock& state_of(PyObject* self) {
   RowLock* lock = reinterpret_cast<RowLock*>(self);
   while (lock->merged_into != nullptr) lock = lock->merged_into;
+  if (lock->process != process_id()) {
+    if (lock->thread != forking_thread()) lock->depth = 0;
+    lock->first = nullptr;
+    lock->process = process_id();
+  }
   return *lock;
 }
 
@@ -90,14 +97,8 @@ bool wait_for(PyObject* self, Waiter& waiter) {
   return true;
 }
 
-// Whether another thread owns the lock. In a forked child, the other threads of the parent do not
-// exist: their lock is free then, in the state that an exception in these threads would leave.
-bool is_owned_by_other(RowLock& lock) {
-  if (lock.depth == 0 || lock.thread == PyThread_get_thread_ident()) return false;
-  if (lock.process == process_id()) return true;
-  lock.depth = 0;
-  lock.first = nullptr;
-  return false;
+bool is_owned_by_other(const RowLock& lock) {
+  return lock.depth != 0 && lock.thread != PyThread_get_thread_ident();
 }
 
 // Whether the interpreter shuts down. No other thread runs then, so the lock can be taken from its
@@ -114,7 +115,6 @@ bool is_ending() {
 // Takes the lock for the calling thread, which owns it already or finds it free.
 void acquire(RowLock& lock) {
   lock.thread = PyThread_get_thread_ident();
-  lock.process = process_id();
   ++lock.depth;
 }
 

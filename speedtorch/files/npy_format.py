@@ -68,8 +68,9 @@ def files_to_read(path: str, names: Collection[str] | None) -> dict[str, list[st
     place = switch_folder(path)
     targets = {"weight": path} if names is None else _paths(path, names)
     new = os.path.join(place, os.path.basename(path))
-    if [*targets.values()] == [path] and not any(map(os.path.lexists, (path, new))):
-        if not (found := _names(path)):
+    if [*targets.values()] == [path] and not any(map(os.path.lexists, (new, path))):
+        found = _names(path)
+        if not found or (names is not None and not {*found} > {"weight"}):
             text = f"neither this file nor {path.removesuffix('.npy')}.<field>.npy exists"
             raise FileNotFoundError(errno.ENOENT, text, path)
         targets = {name: _path(path, name) for name in found}

@@ -179,7 +179,7 @@ def check_not_attached(optimizer: Optimizer) -> None:
     if saved_state_of(optimizer) is not None:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} has the rows of an Embedding, whose state"
-            " attach() offloads. Create a separate optimizer for the rows. Nothing was stepped."
+            " attach() offloads. Create a separate optimizer for the rows."
         )
 
 

@@ -304,7 +304,7 @@ class OptimizerStep:
         """
         if self._frame is None:
             return False
-        if self._process != os.getpid() and self._thread != threading.get_ident():
+        if self._process != os.getpid() and self._thread != _forked_by:
             return False
         try:
             self._frame.clear()  # raises RuntimeError for a running frame
@@ -326,6 +326,18 @@ class OptimizerStep:
             if (entries := states.get(rows.parameter)) is not None:
                 states[weight] = entries
                 states.pop(rows.parameter, None)  # another thread may restore it, too
+
+
+_forked_by = 0
+"""The thread that forked this process."""
+
+
+def _note_fork() -> None:
+    global _forked_by
+    _forked_by = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Steps(threading.local):

@@ -151,6 +151,15 @@ def test_a_table_without_state_names_the_fields_of_a_file_with_state(
     assert speedtorch.HostTable.open(path)["weight"].eq(1).all()
 
 
+def test_a_missing_file_is_not_taken_for_files_of_other_tables(tmp_path: Path) -> None:
+    table = speedtorch.HostTable(3, 2)
+    for name in ("t.backup.npy", "u.weight.npy"):
+        save_fields(tmp_path / name, {"weight": torch.zeros(3, 2)})
+    for name in ("t.npy", "u.npy"):
+        with pytest.raises(FileNotFoundError):
+            table.load(tmp_path / name)
+
+
 # Memory
 
 PEAK = """

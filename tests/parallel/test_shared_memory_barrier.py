@@ -135,11 +135,16 @@ def test_a_signal_ends_the_wait_and_the_next_exchanges_are_complete() -> None:
 def test_wrong_numbers_raise_and_are_no_exchange() -> None:
     """Each list has one length, at most WORDS, and numbers below 2 ** 61."""
     rank, size, barrier = dist.get_rank(), dist.get_world_size(), make_barrier()
-    wrong = ([[1]], [[1], [1, 2]], [[0] * (WORDS + 1)] * 2, [[2**61]] * 2, [[-1]] * 2)
+    wrong = ([[1]], [[], []], [[1], [1, 2]], [[0] * (WORDS + 1)] * 2, [[2**61]] * 2, [[-1]] * 2)
     for sent in wrong:
         with pytest.raises(ValueError, match="expected"):
             barrier.exchange(sent, 30)
-    for sent, error in (([["1"]] * 2, TypeError), ([[2**64]] * 2, OverflowError), (1, TypeError)):
+    for sent, error in (
+        ([["1"]] * 2, TypeError),
+        ([[2**64]] * 2, OverflowError),
+        (1, TypeError),
+        ([1, [1, 2]], TypeError),
+    ):
         with pytest.raises(error):
             barrier.exchange(sent, 30)  # type: ignore[arg-type]
     assert all_gather(barrier, 5 + rank, 30) == [5 + other for other in range(size)]

@@ -73,3 +73,28 @@ def test_modules_that_outlive_their_globals_say_nothing() -> None:
     """
     done = finished([sys.executable, "-c", textwrap.dedent(program)])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_daemon_thread_that_waits_for_another_rank_ends_with_the_process(tmp_path: Path) -> None:
+    """A child that holds the lock of the other rank keeps it waiting."""
+    program = """
+        import os, sys, threading, time
+        from speedtorch._C import RankWords
+        path = sys.argv[1]
+        with open(path, "wb") as file:
+            file.write(bytes(16 * 2 * 2 * 4))
+        if os.fork() == 0:
+            os.close(1), os.close(2)
+            other = open(path, "r+b")
+            words = RankWords(other.fileno(), 0, 4, 1, 2)
+            time.sleep(6)
+            os._exit(0)
+        time.sleep(1)
+        file = open(path, "r+b")
+        words = RankWords(file.fileno(), 0, 4, 0, 2)
+        wait = lambda: words.exchange([[1], [1]], 30.0)
+        threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.5)
+    """
+    done = finished([sys.executable, "-c", textwrap.dedent(program), tmp_path / "words"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

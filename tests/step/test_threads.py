@@ -525,6 +525,71 @@ def test_two_threads_may_restore_a_step_that_has_ended() -> None:
     assert list(optimizer.state) == [embedding.weight] and optimizer.state.reads == 2  # type: ignore[attr-defined]
 
 
+def child_status(work: Callable[[], object]) -> int:
+    """How a forked child ends that does this work, for ten seconds at most."""
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        work()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_new_thread_of_a_child_does_not_own_the_lock_of_a_lost_thread() -> None:
+    """The system gives the new thread the stack, and so the identity, of the lost one."""
+    lock, is_held, may_end = RowLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            may_end.wait()
+
+    def use() -> None:
+        with lock:
+            pass
+
+    def in_child() -> None:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        use()
+        threading.Thread(target=use).start()
+
+    owner = threading.Thread(target=hold)
+    owner.start()
+    is_held.wait()
+    try:
+        assert child_status(in_child) == 0
+    finally:
+        may_end.set()
+        owner.join()
+
+
+def test_a_child_passes_no_lock_to_a_thread_that_it_does_not_have() -> None:
+    """The parent forks while it owns the lock and another thread waits for the lock."""
+    lock, waits = RowLock(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        with lock:
+            pass
+
+    def in_child() -> None:
+        lock.__exit__(None, None, None)  # of the parent's with statement
+        for _ in range(2):
+            thread = threading.Thread(target=wait)
+            thread.start()
+            thread.join()
+
+    waiter = threading.Thread(target=wait)
+    with lock:
+        waiter.start()
+        waits.wait()
+        time.sleep(0.1)
+        status = child_status(in_child)
+    waiter.join()
+    assert status == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["trains", "reads"])
 @pytest.mark.parametrize("memory", ["plain", "file"])
@@ -546,17 +611,16 @@ def test_a_child_forked_while_another_thread_uses_the_rows_does_not_hang(
             else:
                 table.gather(ids)
 
+    def look_up() -> None:
+        with torch.no_grad():
+            model(torch.arange(0, rows, 7))
+        table.gather(torch.arange(20))
+
     thread = threading.Thread(target=use)
     thread.start()
     try:
         for _ in range(60):
-            if (child := os.fork()) == 0:
-                signal.alarm(10)
-                with torch.no_grad():
-                    model(torch.arange(0, rows, 7))
-                table.gather(torch.arange(20))
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
+            assert child_status(look_up) == 0
     finally:
         has_ended.set()
         thread.join()
