@@ -37,6 +37,7 @@ __all__ = [
     "check_steps_apart",
     "check_when_given",
     "needs_arguments",
+    "rows_refused",
     "swapped_optimizers",
 ]
 
@@ -77,7 +78,7 @@ class PartialStep:
 
     `args` and `kwargs` are passed to the step of each part. `changes` are settings that an earlier
     PartialStep of other parameters changed. Each part begins with the settings before these
-    changes, so that both PartialSteps count as one step.
+    changes: both PartialSteps belong to one step.
     """
 
     def __init__(
@@ -177,10 +178,15 @@ def check_can_be_split(optimizer: Optimizer) -> None:
 def check_not_attached(optimizer: Optimizer) -> None:
     """Raises ValueError if the state of an Embedding's rows is attached to the optimizer."""
     if saved_state_of(optimizer) is not None:
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} has the rows of an Embedding, whose state"
-            " attach() offloads. Create a separate optimizer for the rows."
-        )
+        raise rows_refused(optimizer)
+
+
+def rows_refused(optimizer: Optimizer) -> ValueError:
+    """The error for an optimizer of an Embedding's rows and of other parameters."""
+    return ValueError(
+        f"optimizer: {type(optimizer).__name__} has the rows of an Embedding, whose state attach()"
+        " offloads. Create a separate optimizer for the rows."
+    )
 
 
 def needs_arguments(optimizer: Optimizer) -> bool:

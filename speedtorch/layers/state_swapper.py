@@ -34,6 +34,7 @@ from speedtorch.layers.split_steps import (
     PartialStep,
     check_can_be_split,
     check_when_given,
+    rows_refused,
     swapped_optimizers,
 )
 from speedtorch.layers.state_tensors import is_cpu_step, plain_tensors
@@ -550,10 +551,7 @@ def _check_parameters(
         )
     for param in parameters:
         if rows_of_parameter(param) is not None:
-            raise ValueError(
-                f"optimizer: {name} has the rows of an Embedding, whose state attach() offloads."
-                " Create a separate optimizer for the rows."
-            )
+            raise rows_refused(optimizer)
         if is_stored and not is_plain_tensor(param):
             raise NotImplementedError(
                 f"stored: {name} has a {type(param).__name__} as a parameter, but only the state of"

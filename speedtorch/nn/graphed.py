@@ -63,7 +63,7 @@ class GraphedStep(ABC):
             for optimizer in self._optimizers
         ]
 
-    def __call__(self, *batch: Any, next_ids: Any = None, **others: NoReturn) -> Any:
+    def __call__(self, *batch: Any, next_ids: Any = None, **keywords: NoReturn) -> Any:
         """Trains a batch with a replay. A batch unlike the example calls the step itself.
 
         A batch is unlike the example if the structure, a shape, a dtype or a value that is not a
@@ -74,7 +74,7 @@ class GraphedStep(ABC):
             next_ids: Ids of the next batch in the format of graphed(next_ids=...). Their rows are
                 prefetched during this step. If the next batch has other ids, its step loads its own
                 rows, and the results are the same.
-            **others: Raise TypeError. Pass all arguments of the step by position.
+            **keywords: Raise TypeError. Pass all arguments of the step by position.
 
         Returns:
             The step's result. All replays write to the same tensors, which are detached from
@@ -89,10 +89,10 @@ class GraphedStep(ABC):
             TypeError, ValueError: next_ids have a wrong format, graphed() got no next_ids, or there
                 are keyword arguments.
         """
-        if others:
+        if keywords:
             raise TypeError(
                 "graphed: expected the arguments of the step by position, got the keyword arguments"
-                f" {[*others]}. Pass the whole batch in the order of the example, without names."
+                f" {[*keywords]}. Pass the whole batch in the order of the example, without names."
             )
         if (now := self._numbers()) != self._settings:
             raise RuntimeError(

@@ -854,14 +854,20 @@ class RowModule(nn.Module):
                 f"{self.trained_rows.name}: a module with sharded rows cannot be copied. Build"
                 " another model, shard it, and load the state_dict()."
             )
-        self._check_uncopied(memo)
         made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         memo[id(self)] = made
         own = {**vars(self), "_parameters": {**self._parameters, "weight": None}}
         own |= dict.fromkeys(("trained_rows", "lookups", "_finalizer", "_cache"))
         vars(made).update(copy.deepcopy(own, memo))
-        self._check_uncopied(memo)
+        if id(self.weight) in memo:
+            raise NotImplementedError(
+                f"{self.trained_rows.name}: deepcopy() copied its weight apart from the module, so"
+                " the two copies could not share rows. Copy an optimizer after the model, as in"
+                " copy.deepcopy((model, optimizer)). In the model, keep no other reference to the"
+                " weight, such as an optimizer or a second registration: make an attribute such as"
+                " `out` a property that returns self.emb.weight."
+            )
         if self._cache is not None:
             vars(made)["_cache"] = self._cache.copied(self, memo)
         self.trained_rows.write_back()
@@ -872,17 +878,6 @@ class RowModule(nn.Module):
             made._make_rows(table, parameter, self.padding_idx)
         memo[id(self.weight)] = made.weight
         return made
-
-    def _check_uncopied(self, memo: Mapping[int, Any]) -> None:
-        """Raises NotImplementedError if deepcopy() has copied the weight without the module."""
-        if id(self.weight) in memo:
-            raise NotImplementedError(
-                f"{self.trained_rows.name}: deepcopy() reached its weight by another way than the"
-                " module, so the copies of both could not share rows. Copy an optimizer after the"
-                " model, as in copy.deepcopy((model, optimizer)). In the model, keep no other"
-                " reference to the weight, such as an optimizer or a second registration: make an"
-                " attribute such as `out` a property that returns self.emb.weight."
-            )
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

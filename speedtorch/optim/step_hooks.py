@@ -154,15 +154,15 @@ def _cache_of(optimizer: Optimizer) -> _OptimizerCache:
 
 
 class OptimizerStep:
-    """One call of an optimizer's own step function, which runs in `frame` of this thread.
+    """A call of an optimizer's own step function in this thread.
 
-    `is_traced` is True if a compiler traces the call.
+    `frame` is the function's frame. `is_traced` is True if a compiler traces the call.
     """
 
     def __init__(
         self, optimizer: Optimizer, cache: _OptimizerCache, frame: FrameType, *, is_traced: bool
     ) -> None:
-        self.done = False  # one flag for all tables, so that one assignment marks all as stepped
+        self.done = False  # shared by all tables: one assignment marks all of them as stepped
         self.paused = False
         self.optimizer, self._is_traced = optimizer, is_traced
         self._frame: FrameType | None = frame
@@ -300,11 +300,11 @@ class OptimizerStep:
 
         An interrupt may end the function before stop(). The thread's stack is no reliable test: a
         generator on top that yields meanwhile has no reference to its caller. In a forked child,
-        only the thread that forked still runs.
+        only the thread that forked still runs, as the main thread.
         """
         if self._frame is None:
             return False
-        if self._process != os.getpid() and self._thread != _forked_by:
+        if self._process != os.getpid() and self._thread != threading.main_thread().ident:
             return False
         try:
             self._frame.clear()  # raises RuntimeError for a running frame
@@ -326,18 +326,6 @@ class OptimizerStep:
             if (entries := states.get(rows.parameter)) is not None:
                 states[weight] = entries
                 states.pop(rows.parameter, None)  # another thread may restore it, too
-
-
-_forked_by = 0
-"""The thread that forked this process."""
-
-
-def _note_fork() -> None:
-    global _forked_by
-    _forked_by = threading.get_ident()
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Steps(threading.local):

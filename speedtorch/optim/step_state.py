@@ -96,8 +96,8 @@ class StepState:
     def _lost(self, name: str) -> RuntimeError:
         return RuntimeError(
             f"{self.table_rows.name}: the state {name!r} was removed from the optimizer, or is no"
-            " longer a tensor. To start with new state, call speedtorch.detach(optimizer), which"
-            " works now too, and attach() again."
+            " longer a tensor. To start with new state, call speedtorch.detach(optimizer), and then"
+            " attach() again."
         )
 
     def follow_table(self) -> None:

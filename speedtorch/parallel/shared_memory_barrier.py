@@ -37,7 +37,7 @@ class SharedMemoryBarrier:
 
     @classmethod
     def of_ranks(cls, ranks: Collectives) -> SharedMemoryBarrier | None:
-        """Maps one file on all ranks; None if a rank cannot map it. All ranks must call this."""
+        """Maps the same file on all ranks, which must all call this; None if a rank cannot."""
         token, path, memory = secrets.token_bytes(_TOKEN), "", Path("/dev/shm")
         with ExitStack() as undone:
             if ranks.rank == 0:

@@ -84,7 +84,7 @@ class Announcements:
         self._is_over = self.latest is not None
 
     def give_up(self) -> None:
-        """Gives up all waiting ids, and adds one to `batches_over`."""
+        """Gives up all waiting ids and increments `batches_over`."""
         self.batches_over += 1
         self.forget()
 

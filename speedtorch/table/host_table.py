@@ -123,9 +123,10 @@ def _serialized(method: _Method) -> _Method:
 class HostTable:
     """A table of records, one per row. A record stores the weight and optimizer state of its row.
 
-    Each part of a record is a field. Fields keep the given order, except that fields with
-    larger items come first. In a record of 128 bytes or more, fields whose size is a multiple of 16
-    bytes precede all others. `table["weight"]` is a strided view of all weights `[rows, *dim]`.
+    Each part of a record is a field. Fields with larger items precede others, and fields with
+    items of one size keep the given order. In a record of 128 bytes or more, fields whose size is a
+    multiple of 16 bytes precede all others. `table["weight"]` is a strided view of all weights
+    `[rows, *dim]`.
     `table.record` views all fields `[rows, columns]`.
 
     `table["weight"]`, `table.record` and methods that read or write rows first write back rows that
