@@ -232,20 +232,25 @@ def check_steps_apart(
     device = device or next(iter(optimizer.param_groups[min(shapes)]["params"])).device
     if device.type == "meta":
         return
-    errors: list[Exception] = []
-    for construct, sparse in itertools.product((False, True), (False, True)):
-        with as_plain(), kept_random(device):
-            error = _compare_steps(optimizer, shapes, device, args, kwargs, construct, sparse)
-        if error is None:
-            return
-        errors.append(error)
     kind = type(optimizer).__name__
-    raise ValueError(
-        f"optimizer: {kind} must step each parameter separately. Whether {kind} does so cannot be"
-        f" checked on {device}, because a step of small parameter copies fails there ({errors[0]})."
-        f" Move the parameters to a device on which {kind} can step them, or pass this device as"
-        f" device=. Otherwise use {kind} without a StateSwapper or Swapper."
-    ) from errors[0]
+    errors: list[Exception | None] = []
+    try:
+        for construct, sparse in itertools.product((False, True), (False, True)):
+            with as_plain(), kept_random(device):
+                errors.append(
+                    _compare_steps(optimizer, shapes, device, args, kwargs, construct, sparse)
+                )
+            if errors[-1] is None:
+                return
+        raise ValueError(
+            f"optimizer: {kind} must step each parameter separately. Whether {kind} does so cannot"
+            f" be checked on {device}, because a step of small parameter copies fails there"
+            f" ({errors[0]}). Move the parameters to a device on which {kind} can step them, or"
+            f" pass this device as device=. Otherwise use {kind} without a StateSwapper or Swapper."
+        ) from errors[0]
+    finally:
+        # A traceback keeps the frames of all callers. This frame would keep the tracebacks.
+        errors.clear()
 
 
 def _no_loss() -> Tensor:

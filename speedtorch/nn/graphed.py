@@ -255,29 +255,35 @@ def _drop_gradients(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer
             param.grad = None
 
 
+def _texts(error: BaseException) -> list[str]:
+    """The texts of an error and of the errors during whose handling it was raised."""
+    causes: list[BaseException | None] = [error]
+    while (cause := causes[-1]) is not None:
+        causes.append(cause.__context__)
+    return [*map(str, causes[:-1])]
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Replaces CUDA's errors of a capture by errors with the remedies."""
     try:
         yield
     except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if any(name in str(cause) for name in _HOST_WAITS):
+        for text in _texts(error):
+            if any(name in text for name in _HOST_WAITS):
                 raise RuntimeError(
                     "graphed: the step makes the host wait for the GPU, for example by item(),"
                     " print(), a condition on a tensor or a copy to the CPU. A CUDA graph cannot"
                     " repeat this. Return the tensor and read it after the call. A GradScaler needs"
                     " an optimizer with fused=True."
                 ) from error
-            if any(name in str(cause) for name in _ISOLATION):
+            if any(name in text for name in _ISOLATION):
                 raise RuntimeError(
                     "graphed: the step waits for work outside of the capture, such as an earlier"
                     " step whose loss, output or exception is still alive. Release these objects"
                     " first (del loss, or keep loss.detach()). If there are none, remove the step's"
                     " waits for other streams."
                 ) from error
-            cause = cause.__context__
         raise
 
 

@@ -187,20 +187,7 @@ class _Probe:
 
     def learn(self, settings: Mapping[str, Any]) -> OptimizerProbe:
         """Returns the state before the first update with these settings, split by row or scalar."""
-        errors: list[Exception] = []
-        layouts = self._layouts
-        for self._construct, self._sparse in itertools.product((False, True), layouts):
-            try:
-                self._stepped_once({})
-                break
-            except Exception as error:  # any error of the optimizer, reported below
-                raise_if_no_memory(error)
-                errors.append(error)
-        else:
-            raise self._refusal(
-                f"all trial steps of a small parameter {[self._rows, *self._row_shape]} with zero"
-                f" gradients fail ({errors[0]}; {errors[1]})"
-            ) from errors[0]
+        self._choose_trial()
         # A momentum buffer made from the first gradient also contains the row's weight decay.
         for tried in (settings, {**settings, "weight_decay": 0.0}):
             first, again = self._first_values(tried), self._first_values(tried)
@@ -224,6 +211,26 @@ class _Probe:
         rows = {name: first[name][0].masked_fill(first[name][0] == 0, 0) for name in by_rows}
         scalars = {name: value for name, value in first.items() if name not in rows}
         return OptimizerProbe(rows, scalars, self._sparse)
+
+    def _choose_trial(self) -> None:
+        """Finds a kind of copy and of gradient with which a trial step succeeds."""
+        errors: list[Exception] = []
+        layouts = self._layouts
+        try:
+            for self._construct, self._sparse in itertools.product((False, True), layouts):
+                try:
+                    self._stepped_once({})
+                    return
+                except Exception as error:  # any error of the optimizer, reported below
+                    raise_if_no_memory(error)
+                    errors.append(error)
+            raise self._refusal(
+                f"all trial steps of a small parameter {[self._rows, *self._row_shape]} with zero"
+                f" gradients fail ({errors[0]}; {errors[1]})"
+            ) from errors[0]
+        finally:
+            # A traceback keeps the frames of all callers. This frame would keep the tracebacks.
+            errors.clear()
 
     def _stepped_once(self, settings: Mapping[str, Any]) -> OptimizerCopy:
         copied = self._copy(self._random_rows(), settings)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from probed_optimizers import LEARNT, Make, Own, probed
 from reference import assert_same_bytes
 from torch import Tensor, nn, optim
 
+from speedtorch.layers.split_steps import check_steps_apart
 from speedtorch.optim.probe import probe_optimizer
 
 
@@ -38,6 +41,28 @@ def test_rows_may_have_any_shape(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_the_state_has_the_dtype_of_the_optimizer(dtype: torch.dtype) -> None:
     assert probed(optim.Adam, 2, 3, dtype=dtype).row_state["exp_avg"].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        lambda optimizer, parameter: probe_optimizer(optimizer, parameter),
+        lambda optimizer, parameter: check_steps_apart(optimizer, parameter.device),
+    ],
+    ids=["rows", "parameters"],
+)
+def test_a_failed_trial_step_keeps_nothing_of_its_callers(probe: Callable[..., Any]) -> None:
+    def caller() -> weakref.ref[Tensor]:
+        local = nn.Parameter(torch.ones(2, 3))
+        probe(optim.SparseAdam([local]), local)  # the trial with dense gradients fails
+        return weakref.ref(local)
+
+    caller()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_the_probe_runs_where_the_parameter_is(device: str) -> None:
