@@ -28,12 +28,10 @@ class CountedRound(LookupRound["CountedRequest"]):
     def send_counts(self) -> None:
         """Starts to send each rank the number of rows that this rank requests from it.
 
-        Ranks with a barrier only compare their lookups, and start to copy their counts to the CPU.
+        Ranks with a barrier only start to copy their counts to the CPU. They compare their lookups
+        when they exchange the ids.
         """
         if self._gathered is None and not self.is_exchanged:
-            if self._ranks.has_barrier:
-                first, calls = self._requests[0], [request.call for request in self._requests]
-                self._ranks.compare_calls(first.name, calls, first.ids.counts.device)
             self._gathered = self._gather_counts(self._requests)
 
     def _gather_counts(self, requests: Sequence[CountedRequest]) -> HostCopy:
