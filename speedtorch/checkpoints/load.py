@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,13 +22,12 @@ from speedtorch.checkpoints.change_tracking import (
     write_changes,
 )
 from speedtorch.checkpoints.generations import check_number, existing_number, generations_of
-from speedtorch.checkpoints.load_checks import check_loads, shares_rows
+from speedtorch.checkpoints.load_checks import check_loads, objects_of, ranks_sharing
 from speedtorch.checkpoints.load_ranks import LoadRanks
 from speedtorch.checkpoints.saved_generation import DamagedError, SavedGeneration
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.checkpoints.sharded_tensors import fill_shards
 from speedtorch.parallel.collectives import Collectives, SingleProcess, run_on_all
-from speedtorch.parallel.ranks import Ranks
 from speedtorch.table.host_table import any_tracks_changes
 from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain
@@ -54,8 +52,8 @@ def load(
     with its object, before anything is loaded. Objects with their own load code cannot be checked:
     they load first and may raise then. Rows are copied from the mapped file directly to the table.
 
-    If rows are sharded, all ranks must call load() together. If a check fails on one rank, all
-    ranks raise, and no object changes.
+    If rows are sharded, all ranks that share them must call load() together. If a check fails on
+    one rank, all ranks raise, and no object changes.
 
     Args:
         path: The folder that was passed to save().
@@ -85,6 +83,7 @@ def load(
             list. Nothing has been loaded.
         RuntimeError: The saved state does not fit a module, another rank has raised an error, or
             ranks find different checkpoints. Nothing has been loaded.
+        NotImplementedError: The parts are sharded among different ranks.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -98,12 +97,8 @@ def load(
     left_out = [name for name, part in parts.items() if part is None]
     parts = {name: part for name, part in parts.items() if part is not None}
     wait_for(folder)
-    is_shared = (
-        dist.is_available()
-        and dist.is_initialized()
-        and any(shares_rows(owner) for part in parts.values() for owner in _objects(part))
-    )
-    ranks: Collectives = LoadRanks(Ranks.of()) if is_shared else SingleProcess()
+    sharing = ranks_sharing(parts.values())
+    ranks: Collectives = SingleProcess() if sharing is None else LoadRanks(sharing)
     ready: list[Callable[[], dict[str, Any]]] = []
     damaged: dict[int, str] = {}
 
@@ -113,7 +108,7 @@ def load(
         check_number("since", since)
         for name, part in parts.items():
             if wrong := [
-                value for value in _objects(part) if not hasattr(value, "load_state_dict")
+                value for value in objects_of(part) if not hasattr(value, "load_state_dict")
             ]:
                 raise TypeError(
                     f"{name}: expected an object with load_state_dict(), got"
@@ -237,10 +232,6 @@ def _prepared(
     return fill
 
 
-def _objects(part: Any) -> Sequence[Any]:
-    return part if isinstance(part, list | tuple) else [part]
-
-
 def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str, Tensor]:
     """The tensors of tables that both a part and a checkpoint have, by the checkpoint's keys."""
     if _copies(part):
@@ -257,7 +248,7 @@ def _fields_in_place(opened: SavedGeneration, name: str, part: Any) -> dict[str,
 
 def _copies(part: Any) -> bool:
     """Whether load_state_dict() of a part may keep the tensors, which must then be copies."""
-    return not all(isinstance(owner, nn.Module | Optimizer) for owner in _objects(part))
+    return not all(isinstance(owner, nn.Module | Optimizer) for owner in objects_of(part))
 
 
 def _warn_of(damaged: Mapping[int, str], number: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -15,29 +17,50 @@ from torch.optim import Optimizer
 from speedtorch.checkpoints.sharded_tensors import has_dtensors
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import calls_load_hooks
+from speedtorch.parallel.ranks import Ranks
+from speedtorch.parallel.sharded_rows import ranks_of
 from speedtorch.table.read_only_rows import ReadOnlyRows
 from speedtorch.table.row_shard import RowShard
 from speedtorch.table.whole_fields import state_dict_views
 from speedtorch.torch_internals import as_plain, load_hooks, loads_by_own_code
 
-__all__ = ["check_loads", "shares_rows"]
+__all__ = ["check_loads", "objects_of", "ranks_sharing"]
 
 _UNCHANGED = "Nothing has been loaded."
 _SHAPED_OTHERWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers whose state tensors do not have the shapes of their parameters."""
 
 
-def shares_rows(part: Any) -> bool:
-    """Whether an object has sharded rows or DTensors."""
-    if has_dtensors(part):
-        return True
-    if isinstance(part, nn.Module):
-        found = [getattr(module, "trained_rows", None) for module in part.modules()]
-    elif isinstance(part, Optimizer) and (saved := saved_state_of(part)) is not None:
-        found = [state.table_rows for state in saved.states]
-    else:
-        return False
-    return any(rows is not None and rows.table.shard_spec is not None for rows in found)
+def ranks_sharing(parts: Iterable[Any]) -> Ranks | None:
+    """The ranks among which objects have sharded rows or DTensors; None if they have none.
+
+    Raises NotImplementedError if objects are sharded among different ranks.
+    """
+    found: set[Ranks] = set()
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for part in chain.from_iterable(map(objects_of, parts)):
+        if has_dtensors(part):
+            found.add(Ranks.of())
+        if isinstance(part, nn.Module):
+            rows = [getattr(module, "trained_rows", None) for module in part.modules()]
+        elif isinstance(part, Optimizer) and (saved := saved_state_of(part)) is not None:
+            rows = [state.table_rows for state in saved.states]
+        else:
+            continue
+        found |= {ranks for own in rows if own is not None and (ranks := ranks_of(own)) is not None}
+    members = {ranks.members for ranks in found}
+    if len(members) > 1:
+        raise NotImplementedError(
+            f"the parts are sharded among different ranks: {sorted(map(sorted, members))}. Save and"
+            " load each of them in a call of its own, with a folder of its own."
+        )
+    return min(found, key=lambda ranks: ranks.name, default=None)  # the same on all ranks
+
+
+def objects_of(part: Any) -> Sequence[Any]:
+    """The objects of a part, which is an object or a list of objects."""
+    return part if isinstance(part, list | tuple) else [part]
 
 
 def check_loads(name: str, part: Any, state: Any) -> bool:

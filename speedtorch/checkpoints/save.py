@@ -17,9 +17,10 @@ from speedtorch.checkpoints import background_saves
 from speedtorch.checkpoints.deltas import change_since
 from speedtorch.checkpoints.generation_writer import GenerationWriter
 from speedtorch.checkpoints.generations import check_number, path_of
+from speedtorch.checkpoints.load_checks import ranks_sharing
 from speedtorch.checkpoints.saved_tensors import SavedTensors
 from speedtorch.memory.byte_count import bytes_of, text_of
-from speedtorch.parallel.collectives import Collectives, SingleProcess
+from speedtorch.parallel.collectives import Collectives, SingleProcess, run_on_all
 from speedtorch.parallel.machine import this_machine
 from speedtorch.parallel.ranks import Ranks
 from speedtorch.table.row_shard import RowShard
@@ -66,8 +67,8 @@ def save(
     once every byte is on the disk. A killed process or a power loss leaves the previous checkpoints
     intact. Tables are written block by block from host memory, without a copy of the table.
 
-    If rows are sharded, every process of torch.distributed's default group must call save() with a
-    folder that all processes reach. Each rank writes its own rows. The first rank writes all other
+    If rows are sharded, all ranks that share them must call save() together, with one folder that
+    all of them reach. Each rank writes its own rows. The first of these ranks writes all other
     values. The checkpoint appears once all rows are on the disk. If a rank fails or is killed, the
     previous checkpoints remain and the other ranks raise.
 
@@ -96,7 +97,9 @@ def save(
         TypeError: There is nothing to save, a part's name resembles an option, `base` is no int, or
             a value has an unsupported type. The error names the value.
         ValueError: `keep` is not an int of 1 or more, safetensors files do not support a kind of
-            tensor, the base is damaged, or ranks pass different tables or a different `base`.
+            tensor, the base is damaged, or ranks pass different tables, or a different `path` or
+            `base`.
+        NotImplementedError: The parts are sharded among different ranks.
         FileNotFoundError: The base is missing.
         OSError: The disk has too little space or an error. All previous checkpoints remain, unless
             the error was in the removal of older ones, after the new one was in place.
@@ -212,17 +215,27 @@ def _begin(
 
     With `in_background`, all parts have been written or copied when this returns.
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep: expected an int of 1 or more, got {keep!r}")
-    _check_names(parts)
     begin = time.perf_counter()
-    check_number("base", base)
     background_saves.wait_for(folder)
+    ranks: Collectives = ranks_sharing(parts.values()) or SingleProcess()
     with as_plain(), torch.no_grad(), state_dict_views(), ExitStack() as stack:
         tensors = SavedTensors()
-        values = {name: tensors.described(name, part) for name, part in parts.items()}
-        ranks: Collectives = Ranks.of() if tensors.shared else SingleProcess()
-        _check_same(ranks, tensors.shared, {"base": base, "async": in_background})
+        values: dict[str, Any] = {}
+
+        def describe() -> None:
+            """Checks the options, and describes all parts."""
+            if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+                raise ValueError(f"keep: expected an int of 1 or more, got {keep!r}")
+            _check_names(parts)
+            check_number("base", base)
+            for name, part in parts.items():
+                values[name] = tensors.described(name, part)
+
+        run_on_all(ranks, describe)
+        if tensors.shared and isinstance(ranks, SingleProcess):  # in a part that is a state dict
+            ranks = Ranks.of()
+        how = {"path": os.path.realpath(folder), "base": base, "async": in_background}
+        _check_same(ranks, tensors.shared, how)
         if ranks.rank:
             tensors.by_key.clear()  # the first rank writes them
         progress = False if tensors.shared else progress
@@ -250,12 +263,24 @@ def _begin(
 
 
 def _check_same(ranks: Collectives, shared: Mapping[str, RowShard], how: Mapping[str, Any]) -> None:
-    """Raises ValueError on all ranks unless all save the same tables with the same options."""
+    """Raises ValueError on all ranks unless all save the same tables with the same options.
+
+    Also if several ranks have the same rows, because groups of ranks have tables of their own.
+    """
     mine = [(key, tuple(rows.shape), str(rows.dtype)) for key, rows in shared.items()], how
-    for rank, theirs in enumerate(ranks.all_gather(mine)):
+    own_rows = [sum(len(whole) for whole, _ in rows.blocks) for rows in shared.values()]
+    found, row_counts = zip(*ranks.all_gather((mine, own_rows)), strict=True)
+    for rank, theirs in enumerate(found):
         if theirs != mine:
             (tables, way), (own, _) = theirs, mine
             raise ValueError(
                 f"save: all ranks must save the same tables with the same options. Rank {rank}"
                 f" saves {tables} with {way}, and rank {ranks.rank} saves {own} with {how}."
+            )
+    for (key, rows), counts in zip(shared.items(), zip(*row_counts, strict=True), strict=True):
+        if sum(counts) != len(rows):
+            raise ValueError(
+                f"save: the ranks must have each of the {len(rows):,} rows of {key!r} once, but"
+                f" have {list(counts)} rows. If groups of ranks shard tables of their own, pass"
+                " the module and the optimizer, not their state_dict()."
             )

@@ -344,3 +344,46 @@ def test_ranks_with_different_tables_raise(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="save the same tables"):
             save(folder, **how)
     assert not folder.exists()
+
+
+@on_ranks
+def test_an_error_before_the_first_byte_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    parts, at = Run().train(0, 1).parts(), dist.get_rank()
+    wrong: Any
+    for wrong in ({"config": object()}, {"keep": 0}, {"base": "last"}, {"keeps": 3}):
+        kind = RuntimeError if at == 0 else (TypeError, ValueError)
+        with pytest.raises(kind, match="save: rank 1 raises" if at == 0 else ""):
+            speedtorch.save(tmp_path, **parts, **(wrong if at else {}))
+    model: Any = parts["model"]
+    with speedtorch.full_state_dict(model), pytest.raises(ValueError, match="save the same tables"):
+        speedtorch.save(tmp_path, **parts)
+    with pytest.raises(ValueError, match="'path'"):
+        speedtorch.save(tmp_path / str(at), **parts)
+    assert not [*tmp_path.iterdir()]
+    assert speedtorch.save(tmp_path, **parts).generation == 1
+
+
+@on_ranks
+def test_groups_of_ranks_save_and_load_tables_of_their_own(tmp_path: Path) -> None:
+    rank, groups = dist.get_rank(), [dist.new_group([at]) for at in range(2)]
+
+    def made(seed: int, process_group: Any) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.ModuleList([speedtorch.Embedding(9, 2)])
+        speedtorch.shard(model, process_group=process_group)
+        return model
+
+    model, other, folder = made(rank, groups[rank]), made(5, groups[rank]), tmp_path / str(rank)
+    saved = speedtorch.save(folder, model=model)
+    assert os.path.isdir(saved.path)
+    speedtorch.async_save(folder, model=model).result()
+    speedtorch.load(folder, model=other)
+    assert torch.equal(*(each[0](torch.arange(9)) for each in (model, other)))
+    whole = made(7, None), made(8, dist.new_group([0, 1]))  # two groups of the same ranks
+    speedtorch.save(tmp_path / "both", models=whole)
+    with pytest.raises(ValueError, match=r"each of the 9 rows of 'model.0.weight' once.*\[9, 9\]"):
+        speedtorch.save(tmp_path, model=model.state_dict())
+    call: Any
+    for call in (speedtorch.save, speedtorch.load):
+        with pytest.raises(NotImplementedError, match="sharded among different ranks"):
+            call(tmp_path, model=model, other=whole[0])
