@@ -152,7 +152,8 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[Any, Any]) 
 def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
     """Loads a state with empty tensors into a shallow copy of the optimizer.
 
-    Also raises ValueError if state and parameters differ in shape, which torch does not check.
+    Also raises ValueError if state and parameters differ in shape, or a group lacks an option of
+    the optimizer, which torch does not check.
     """
     is_shaped_alike = type(optimizer).__name__ not in _SHAPED_OTHERWISE
     parameters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -180,3 +181,7 @@ def _try(optimizer: Optimizer, groups: Any, entries: Mapping[Any, Any]) -> None:
         for number, entry in entries.items()
     }
     made.load_state_dict({"state": empty, "param_groups": groups})
+    # __setstate__() adds options that older versions of torch lack.
+    for own, loaded in zip(optimizer.param_groups, made.param_groups, strict=True):
+        if missing := [name for name in own if name in optimizer.defaults and name not in loaded]:
+            raise ValueError(f"the options {missing} of a parameter group were not saved")

@@ -604,6 +604,10 @@ UNFIT: dict[str, tuple[Any, Any]] = {
         lambda: Run(kind=optim.Adagrad).train(1).parts,
         "state does not fit Adam",
     ),
+    "an optimizer without state": (
+        lambda: Run(kind=optim.SGD).train(1).parts,
+        r"the options \['betas', 'eps'\] of a parameter group were not saved",
+    ),
     "another model": (lambda: Run(width=5).train(1).parts, "(size mismatch|exp_avg)"),
     "a model of other names": (lambda: parts_with(model=nn.Linear(4, 1)), "missing"),
     "a number for a model": (lambda: parts_with(model=3), "loads a dict, but .* is of type int"),
@@ -646,6 +650,14 @@ def test_a_part_that_does_not_fit_raises_before_anything_is_loaded(
     with pytest.raises((ValueError, RuntimeError), match=f"{message}.*Nothing has been loaded"):
         speedtorch.load(tmp_path, since=since, **given)
     assert_same_content(run.state(), before)
+
+
+def test_an_option_that_torch_adds_to_the_defaults_alone_need_not_be_saved(tmp_path: Path) -> None:
+    optimizer = optim.SparseAdam(nn.Linear(2, 2).parameters())
+    for _ in range(2):
+        speedtorch.save(tmp_path, optimizer=optimizer)
+        speedtorch.load(tmp_path, optimizer=optimizer)
+    assert "differentiable" in optimizer.defaults
 
 
 def test_a_chained_scheduler_that_does_not_fit_raises_before_anything_is_loaded(
