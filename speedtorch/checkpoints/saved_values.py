@@ -132,13 +132,13 @@ def restored(value: Any, found: Callable[[str], Tensor], depth: int = 0) -> Any:
 
 
 def _has_plain_type(dtype: np.dtype[Any]) -> bool:
-    """Whether a NumPy dtype is fully described by its `str`: no objects, no structured dtype."""
-    return not dtype.hasobject and np.dtype(dtype.str) == dtype
+    """Whether a NumPy dtype has bytes, and its `str` describes it: no objects, no structure."""
+    return not dtype.hasobject and dtype.itemsize > 0 and np.dtype(dtype.str) == dtype
 
 
 def _plain_type(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
-    if dtype.str != name or not _has_plain_type(dtype) or not dtype.itemsize:
+    if dtype.str != name or not _has_plain_type(dtype):
         raise ValueError(f"expected a type of numbers, got {name[:80]!r}")
     return dtype
 

@@ -143,6 +143,8 @@ class Own(dict[str, int]):
         ),
         (np.zeros(2, dtype=[("a", "i4")]), "numpy.ndarray"),
         (np.ma.array([1]), "MaskedArray"),
+        (np.str_(""), "numpy.str_"),  # of no bytes
+        (np.zeros(2, "V0"), "numpy.ndarray"),
     ],
 )
 def test_what_cannot_be_held_is_named(value: Any, message: str) -> None:
