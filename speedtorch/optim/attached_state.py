@@ -211,7 +211,9 @@ class AttachedState(StepState):
             elif not was_read:
                 fill(name, row.cpu())
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
-        self._set_stepped(was_read or entries is not None)
+        # Other processes may have stepped shared state, which state_dict() must then contain.
+        is_shared = any(map(self.table_rows.fields.is_shared, self.names))
+        self._set_stepped(was_read or is_shared or entries is not None)
 
 
 def _in_own_memory(field: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ class WholeFields:
         """Copies one row to all rows of a field."""
         self._table.table_of(name).fill_(row, name)
 
+    def is_shared(self, name: str) -> bool:
+        """Whether a field is in memory that other processes may open."""
+        return self._table.table_of(name).memory == "shared"
+
     def begin(self, name: str, row: Tensor) -> None:
         """Initializes an optimizer state in all rows. See HostTable.begin_state."""
         self._table.table_of(name).begin_state(name, row)

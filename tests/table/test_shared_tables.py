@@ -283,6 +283,27 @@ def test_state_begins_once_for_all_processes() -> None:
         adagrad(table, 0.5)
 
 
+def test_an_optimizer_that_has_not_stepped_saves_shared_state(tmp_path: Path) -> None:
+    table = HostTable(9, 2, state=["exp_avg", "exp_avg_sq"], memory="shared")
+    first, other = (
+        speedtorch.Embedding.from_pretrained(HostTable.from_handle(handle), freeze=False)
+        for handle in [table.share()] * 2
+    )
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (first, other)]
+    for module, optimizer in zip((first, other), optimizers, strict=True):
+        speedtorch.attach(optimizer, module)
+    first(torch.tensor([3])).sum().backward()
+    optimizers[0].step()
+    table.settle()
+    first.table.settle()
+    expected = table["exp_avg"].clone()
+    assert torch.equal(optimizers[1].state_dict()["state"][0]["exp_avg"], expected)
+    speedtorch.save(tmp_path, model=other, optimizer=optimizers[1])
+    table["exp_avg"].zero_()
+    speedtorch.load(tmp_path, model=other, optimizer=optimizers[1])
+    assert expected.any() and torch.equal(table["exp_avg"], expected)
+
+
 def test_loading_a_fresh_state_begins_it_anew_for_all_processes() -> None:
     table = small(state=("sum",))
     module = speedtorch.Embedding.from_pretrained(table, freeze=False)
