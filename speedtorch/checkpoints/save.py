@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from speedtorch.checkpoints import background_saves
 from speedtorch.checkpoints.deltas import change_since
@@ -104,7 +105,8 @@ def save(
         OSError: The disk has too little space or an error. All previous checkpoints remain, unless
             the error was in the removal of older ones, after the new one was in place.
         RuntimeError: Another rank has ended, or has raised an error, which the text includes, or
-            the base was removed during the save.
+            the base was removed during the save, or rows are sharded and the process group was
+            destroyed.
 
     Example:
         >>> import tempfile, torch, speedtorch
@@ -233,6 +235,11 @@ def _begin(
 
         run_on_all(ranks, describe)
         if tensors.shared and isinstance(ranks, SingleProcess):  # in a part that is a state dict
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "save: rows are sharded among ranks, but torch.distributed is not initialised."
+                    " Save before torch.distributed.destroy_process_group()."
+                )
             ranks = Ranks.of()
         how = {"path": os.path.realpath(folder), "base": base, "async": in_background}
         _check_same(ranks, tensors.shared, how)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_backends import TWO_AND_THREE_RANKS, on_ranks
-from rank_processes import in_processes
+from rank_processes import exit_codes, in_processes
 from sharded_checkpoints import (
     ROWS,
     STEPS,
@@ -387,3 +387,15 @@ def test_groups_of_ranks_save_and_load_tables_of_their_own(tmp_path: Path) -> No
     for call in (speedtorch.save, speedtorch.load):
         with pytest.raises(NotImplementedError, match="sharded among different ranks"):
             call(tmp_path, model=model, other=whole[0])
+
+
+def check_saved_too_late(folder: str) -> None:
+    parts = Run().parts()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"Save before torch.distributed.destroy_process_group"):
+        speedtorch.save(folder, **parts)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # for the end of the test
+
+
+def test_a_save_after_the_end_of_the_process_group_says_so(tmp_path: Path) -> None:
+    assert exit_codes(1, check_saved_too_late, str(tmp_path)) == [0]
