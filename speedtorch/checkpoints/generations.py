@@ -44,11 +44,18 @@ def generations_of(folder: str) -> list[int]:
     """The numbers of a folder's checkpoints, ascending; empty if the folder is missing.
 
     Ignores files, broken links, folders with other names, and folders in which `manifest.json` is a
-    folder. Raises NotADirectoryError if `folder` is a file.
+    folder. Raises NotADirectoryError if `folder` is a file, and ValueError if it is a checkpoint.
     """
     if os.path.exists(folder) and not os.path.isdir(folder):
         text = "is a file; pass the folder of the checkpoints"
         raise NotADirectoryError(errno.ENOTDIR, text, folder)
+    name = os.path.basename(os.path.realpath(folder))
+    if _NAME.fullmatch(name) and os.path.isfile(os.path.join(folder, "manifest.json")):
+        # A checkpoint within a checkpoint would be removed with it.
+        raise ValueError(
+            f"{folder}: expected the folder of the checkpoints, got the checkpoint {name}. Pass"
+            f" the folder that contains {name}. To load it, pass its number as generation=."
+        )
     before: set[str] | None = None
     with suppress(FileNotFoundError):
         while (names := {n for n in os.listdir(folder) if _NAME.fullmatch(n)}) != before:

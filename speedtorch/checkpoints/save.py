@@ -97,9 +97,9 @@ def save(
     Raises:
         TypeError: There is nothing to save, a part's name resembles an option, `base` is no int, or
             a value has an unsupported type. The error names the value.
-        ValueError: `keep` is not an int of 1 or more, safetensors files do not support a kind of
-            tensor, the base is damaged, or ranks pass different tables, or a different `path` or
-            `base`.
+        ValueError: `path` is a checkpoint, `keep` is not an int of 1 or more, safetensors files do
+            not support a kind of tensor, the base is damaged, or ranks pass different tables, or a
+            different `path` or `base`.
         NotImplementedError: The parts are sharded among different ranks.
         FileNotFoundError: The base is missing.
         OSError: The disk has too little space or an error. All previous checkpoints remain, unless

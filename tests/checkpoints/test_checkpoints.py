@@ -554,6 +554,17 @@ def test_wrong_folders_raise(tmp_path: Path) -> None:
     assert speedtorch.load(in_bytes) == {"step": 1}
 
 
+def test_the_path_of_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    saved = speedtorch.save(tmp_path, step=1)
+    (tmp_path / "last").symlink_to(saved.path)
+    for path in (saved.path, saved.path + "/", tmp_path / "last"):
+        call: Any
+        for call in (speedtorch.load, partial(speedtorch.save, step=2)):
+            with pytest.raises(ValueError, match="Pass the folder that contains generation-000000"):
+                call(path)
+    assert speedtorch.save(tmp_path, step=3).generation == 2
+
+
 def test_wrong_arguments_of_loads_raise_and_load_nothing(tmp_path: Path) -> None:
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     speedtorch.save(tmp_path, layers=[layer, layer], layer=layer, step=1)
