@@ -682,8 +682,9 @@ void swap_at_places(const Tensors& host, int64_t count, const Tensors& leaving, 
   const Evicts which = !evicts ? Evicts::kNone : counted ? Evicts::kAll : Evicts::kNotLoaded;
   const int64_t rows = tables.back().end();
   if (on.is_cpu()) {
-    const PlanView evicted = view_placed_on_cpu(evict_list, rows, all_or_none);
-    const PlanView loaded = view_placed_on_cpu(load_list, rows, all_or_none);
+    const bool must_ascend = all_or_none || tables.size() > 1;  // part_of searches the lists
+    const PlanView evicted = view_placed_on_cpu(evict_list, rows, must_ascend);
+    const PlanView loaded = view_placed_on_cpu(load_list, rows, must_ascend);
     all.mark_written();
     return swap_on_cpu(tables, evicted, loaded, which, host_rows_of(evict_list, load_list));
   }

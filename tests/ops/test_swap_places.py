@@ -255,6 +255,18 @@ def test_a_bad_id_of_several_tables_is_reported_once_and_moves_nothing(device: s
         assert torch.equal(before[99], hosts[99]) and sides[1].eq(2).all()
 
 
+@pytest.mark.parametrize("which", ["evict", "load"])
+def test_ids_of_several_tables_must_ascend_on_the_cpu(which: str) -> None:
+    memory = torch.zeros(60, 2)
+    hosts = [memory[10:20], memory[30:40]]
+    sides = [torch.full((4, 2), float(number)) for number in (1, 2)]
+    bad, none = torch.tensor([5, 9, 12, 3]), torch.tensor([], dtype=torch.int64)
+    evict, load = (bad, none) if which == "evict" else (none, bad)
+    with pytest.raises(IndexError, match=f"id 3 at position 3 of {which} is not larger"):
+        exchange_rows(hosts, sides[:1], evict, None, sides[1:], load, None, 2)
+    assert not memory.any() and sides[1].eq(2).all()
+
+
 @NEEDS_GPU
 def test_several_tables_in_pageable_memory_are_refused() -> None:
     ids, side = torch.tensor([1], device="cuda"), torch.zeros(3, 2, device="cuda")
