@@ -42,7 +42,8 @@ struct SwapTable {
   // The address of a row on the CPU, in the table or in its cache.
   char* row(size_t field, int64_t id) const {
     const int64_t slot = hot == nullptr ? -1 : hot[id - first].slot;
-    return slot < 0 ? fields[field].host.row(id - first) : cached->fields[field].host.row(slot);
+    const bool is_cached = slot >= 0 && slot < cached->end();
+    return is_cached ? cached->fields[field].host.row(slot) : fields[field].host.row(id - first);
   }
 };
 
@@ -587,6 +588,7 @@ void check_hot(const Tensors& cache, const SwapTable& slots, const Tensor& hot,
     throw_value_error(kOp, "hot must be a contiguous int32 tensor [rows, 2]");
   }
   check_shape(kOp, "hot", hot, {table.end(), 2});
+  check_aligned(kOp, "hot", hot);
   check_same_device(kOp, "hot", hot, "arriving[0]", on);
 }
 

@@ -263,6 +263,7 @@ ON_CPU: Faults = {
         ("cache", lambda cache: [rows[:0] for rows in cache], "cache must have at least one slot"),
         ("hot", lambda hot: hot.float(), "hot must be a contiguous int32"),
         ("hot", lambda hot: hot.t().contiguous().t(), "hot must be a contiguous int32"),
+        ("hot", at_an_odd_address, ODD),
         ("hot", shorter, r"hot has shape \[10, 2\], expected \[11, 2\]"),
     ],
     "sum_rows": [

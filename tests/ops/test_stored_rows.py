@@ -99,6 +99,17 @@ def test_rows_of_a_cache_are_converted_as_well(
     given.check()
 
 
+@pytest.mark.parametrize("slot", [2, 2**31 - 1, -(2**31)])
+def test_a_row_whose_slot_no_cache_has_is_moved_in_the_table(slot: int, device: str) -> None:
+    host, slots = speedtorch.HostTable(8, 2)["weight"], torch.zeros(9, 2, device=device)
+    sides = [torch.full((1, 2), float(number), device=device) for number in (1, 2)]
+    hot = torch.tensor([[slot, 0]] * 8, dtype=torch.int32, device=device)
+    ids = [torch.tensor([row], device=device) for row in (3, 5)]
+    exchange_cached([host], [slots[:2]], hot, sides[:1], ids[0], None, sides[1:], ids[1], None)
+    speedtorch.synchronize()
+    assert host[3].eq(1).all() and not slots.any() and not sides[1].any()
+
+
 OF_HOST = r"has dtype \w+, expected BFloat16, the dtype of host\[0\]"
 
 
