@@ -76,6 +76,8 @@ std::vector<SwapField> check_fields_of(const char* host_list, size_t first, cons
     const std::optional<Stored> stored =
         stored_of(host_field.scalar_type(), arriving[k].scalar_type());
     field.stored = stored.value_or(Stored::kSame);
+    // Kernels that convert access whole numbers.
+    if (field.stored != Stored::kSame) check_aligned(kOp, host_name.c_str(), host_field);
     // The tensor whose dtype the side must have.
     const Tensor& like = field.stored == Stored::kSame ? host_field : arriving[k];
     auto check_side = [&](const char* list, const Tensor& side, int64_t needed) {

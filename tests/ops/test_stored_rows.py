@@ -7,6 +7,7 @@ import reference
 import torch
 from conftest import Place
 from reference import assert_same_bytes, some
+from test_argument_errors import at_an_odd_address
 from torch import Tensor
 
 import speedtorch
@@ -158,6 +159,14 @@ def test_the_swap_takes_sides_of_float32(extra: int, place: Place) -> None:
     assert_same_bytes(arriving.cpu(), expected[load.cpu()].float())
     expected[3] = before[3]
     assert_same_bytes(host.cpu().contiguous(), expected)
+
+
+def test_numbers_to_convert_must_be_aligned() -> None:
+    host = at_an_odd_address(torch.zeros(4, 2, dtype=BF16))
+    sides, ids = [torch.ones(1, 2) for _ in range(2)], torch.tensor([1])
+    with pytest.raises(ValueError, match=r"host\[0\] must begin at an address"):
+        speedtorch.optimizer_state_swap([host], sides[:1], ids, sides[1:], ids)
+    assert not host.any()
 
 
 @pytest.mark.parametrize("stored", [BF16, F16], ids=["bfloat16", "float16"])
