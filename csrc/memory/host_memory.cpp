@@ -194,6 +194,10 @@ Registry& registry() {
   return *instance;
 }
 
+// Made as the library is loaded: threads lock this registry while they hold locks of resident rows.
+// A fork must therefore lock it last, and runs its handlers in reverse order.
+[[maybe_unused]] const Registry& made_first = registry();
+
 constexpr auto is_captured = [](const std::unique_ptr<Block>& block) {
   return block->uses.captured.any();
 };

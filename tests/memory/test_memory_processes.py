@@ -101,6 +101,38 @@ print(json.dumps(cuda_calls.mapping_of(address)))
     assert lines_of(TABLES, FORK, program) == ["---p", "rw-s"]
 
 
+def test_a_fork_beside_threads_with_resident_rows_does_not_hang() -> None:
+    # Of this process, the rows are the first that the library keeps.
+    program = """
+import tempfile, threading
+from speedtorch.ops.functions import resident_open, resident_slots
+
+signal.alarm(60)
+torch.set_num_threads(1)
+file = tempfile.TemporaryFile()
+file.write(bytes(64))
+file.flush()
+slots, index = (torch.zeros(shape, dtype=torch.uint8) for shape in ((2, 8), (4, 32)))
+handle, ids, forks = resident_open(slots, index, file.fileno(), 8), torch.tensor([0]), []
+
+def use():
+    while len(forks) < 100:
+        resident_slots(handle, ids, 0, 0)
+
+threads = [threading.Thread(target=use) for _ in range(3)]
+for thread in threads:
+    thread.start()
+while len(forks) < 100:
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    forks.append(os.waitpid(child, 0)[1])
+for thread in threads:
+    thread.join()
+print(json.dumps(sum(forks)))
+"""
+    assert lines_of(program) == [0]
+
+
 # What a child may try on a table and on a bare tensor.
 TRIALS = """
 table, tensor = tables[kind], raw[kind]
