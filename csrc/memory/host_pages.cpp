@@ -2,6 +2,7 @@
 
 #include "memory/host_pages.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -180,6 +181,13 @@ class Filling {
 
   static inline std::mutex account_mutex;
   static inline int64_t unfilled = 0;
+  // A fork waits until no thread holds the mutex. No fill of another thread goes on in the child.
+  [[maybe_unused]] static inline const int watches_forks =
+      pthread_atfork([] { account_mutex.lock(); }, [] { account_mutex.unlock(); },
+                     [] {
+                       unfilled = 0;
+                       account_mutex.unlock();
+                     });
   int64_t bytes_;
   int64_t filled_ = 0;
 };

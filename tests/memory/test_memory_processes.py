@@ -133,6 +133,31 @@ print(json.dumps(sum(forks)))
     assert lines_of(program) == [0]
 
 
+def test_a_forked_child_has_the_memory_that_a_thread_of_its_parent_was_allocating() -> None:
+    program = """
+import threading, speedtorch
+
+def refusal():
+    try:
+        speedtorch.empty(1 << 50, dtype=torch.uint8, memory="plain")
+    except MemoryError as error:
+        return str(error)
+
+def child():
+    assert "other threads" not in refusal(), refusal()
+
+options = {"dtype": torch.uint8, "memory": "plain"}
+thread = threading.Thread(target=speedtorch.empty, args=(512 << 20,), kwargs=options)
+thread.start()
+while "other threads" not in refusal() and thread.is_alive():
+    pass
+forked(child)
+thread.join()
+print(json.dumps("other threads" in refusal()))
+"""
+    assert lines_of(FORK, program) == [False]
+
+
 # What a child may try on a table and on a bare tensor.
 TRIALS = """
 table, tensor = tables[kind], raw[kind]
