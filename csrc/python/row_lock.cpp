@@ -78,15 +78,22 @@ void release(RowLock& lock) {
   PyThread_release_lock(following.wake);
 }
 
+bool enter(PyObject* self);
+
 // Waits until this thread owns the lock. Returns false with a Python error set if the handler of a
 // signal raised.
 bool wait_for(PyObject* self, Waiter& waiter) {
+  const pid_t process = process_id();
   while (!waiter.owns_lock) {
     PyThreadState* const state = PyEval_SaveThread();
     PyThread_acquire_lock_timed(waiter.wake, -1, /*intr_flag=*/1);  // signals interrupt the wait
     PyEval_RestoreThread(state);
-    if (waiter.owns_lock || PyErr_CheckSignals() == 0) continue;
+    if (waiter.owns_lock) return true;
     // The handler is Python code, so other threads may have run and passed the lock here.
+    const bool has_raised = PyErr_CheckSignals() != 0;
+    const bool has_forked = process_id() != process;  // the child does not know the waiter
+    if (has_forked && !waiter.owns_lock) return !has_raised && enter(self);
+    if (!has_raised) continue;
     if (waiter.owns_lock) {
       release(state_of(self));
     } else {
@@ -118,22 +125,28 @@ void acquire(RowLock& lock) {
   ++lock.depth;
 }
 
-PyObject* py_enter(PyObject* self, PyObject*) {
+// Acquires the lock. Returns false with a Python error set on failure.
+bool enter(PyObject* self) {
   RowLock& lock = state_of(self);
   const unsigned long thread = PyThread_get_thread_ident();
   if (is_owned_by_other(lock) && is_ending()) lock.depth = 0;
   if (!is_owned_by_other(lock)) {
     acquire(lock);
-    return none();
+    return true;
   }
   Waiter waiter{.wake = PyThread_allocate_lock(), .thread = thread};
-  if (waiter.wake == nullptr) return PyErr_NoMemory();
+  if (waiter.wake == nullptr) {
+    PyErr_NoMemory();
+    return false;
+  }
   PyThread_acquire_lock(waiter.wake, WAIT_LOCK);
   append(lock, &waiter);
   const bool owns_lock = wait_for(self, waiter);
   PyThread_free_lock(waiter.wake);
-  return owns_lock ? none() : nullptr;
+  return owns_lock;
 }
+
+PyObject* py_enter(PyObject* self, PyObject*) { return enter(self) ? none() : nullptr; }
 
 PyObject* py_exit(PyObject* self, PyObject*) {
   RowLock& lock = state_of(self);
@@ -206,15 +219,11 @@ void acquire_all(PyObject* locks) {
 PyObject* py_enter_all(PyObject* self, PyObject*) {
   PyObject* const locks = locks_of(self);
   while (PyObject* const contended = first_owned_by_other(locks)) {
-    PyObject* const entered = py_enter(contended, nullptr);
-    if (entered == nullptr) return nullptr;
-    if (first_owned_by_other(locks) == nullptr) {
-      acquire_all(locks);
-      release(state_of(contended));
-      return entered;
-    }
+    if (!enter(contended)) return nullptr;
+    const bool are_free = first_owned_by_other(locks) == nullptr;
+    if (are_free) acquire_all(locks);
     release(state_of(contended));
-    Py_DecRef(entered);
+    if (are_free) return none();
   }
   acquire_all(locks);
   return none();

@@ -590,6 +590,49 @@ def test_a_child_passes_no_lock_to_a_thread_that_it_does_not_have() -> None:
     assert status == 0
 
 
+@pytest.mark.parametrize("locked", [lambda lock: lock, RowLocks], ids=["one", "several"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_signal_handler_may_fork_while_its_thread_waits_for_the_lock(
+    raises: bool, locked: Callable[[RowLock], RowLock | RowLocks]
+) -> None:
+    lock, is_held, may_end = RowLock(), threading.Event(), threading.Event()
+    statuses = []
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            may_end.wait()
+
+    def fork(*_: object) -> None:
+        if (child := os.fork()) != 0:
+            statuses.append(os.waitpid(child, 0)[1])
+            may_end.set()
+            return
+        signal.alarm(10)
+        if raises:
+            raise InterruptedError
+
+    owner, parent = threading.Thread(target=hold), os.getpid()
+    owner.start()
+    is_held.wait()
+    before = signal.signal(signal.SIGUSR1, fork)
+    try:
+        threading.Timer(0.2, os.kill, (parent, signal.SIGUSR1)).start()
+        try:
+            with locked(lock), lock:
+                pass
+        except InterruptedError:
+            with lock:
+                pass
+    finally:
+        if os.getpid() != parent:
+            os._exit(0 if (sys.exc_info()[0] is None) else 1)
+        signal.signal(signal.SIGUSR1, before)
+        may_end.set()
+        owner.join()
+    assert statuses == [0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["trains", "reads"])
 @pytest.mark.parametrize("memory", ["plain", "file"])
