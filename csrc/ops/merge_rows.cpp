@@ -4,24 +4,21 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/gpu.h"
-#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "core/tensor_checks.h"
+#include "move/cpu_copy.h"
 #include "ops/launchers.h"
 
 namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "merge_rows";
-// the least work that is worth waking a thread
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;
 
 // One pass over both lists.
 void merge_on_cpu(const MergedIds& work) {
@@ -35,15 +32,6 @@ void merge_on_cpu(const MergedIds& work) {
   }
 }
 
-void move_on_cpu(const Rows& from, const Rows& to, const int64_t* places) {
-  if (from.row_bytes == 0) return;
-  parallel_for(0, from.count, kBytesPerTask / from.row_bytes + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      std::memcpy(to.row(places[m]), from.row(m), static_cast<size_t>(from.row_bytes));
-    }
-  });
-}
-
 // Returns the merged ids, the places of the held and of the added ids, and for each field memory
 // for all rows, with the held rows copied in. A row of `rows` after the rows of `held` has no id
 // and becomes the last row.
@@ -52,7 +40,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   check_fields(kOp, "rows", rows.size());
   check_list(kOp, "held", held, "rows[0]", rows[0]);
   check_list(kOp, "more", more, "rows[0]", rows[0]);
-  const int64_t count = rows[0].size(0), padding_rows = count - held.numel();
+  const int64_t count = as_rows(kOp, "rows[0]", rows[0]).count;
+  const int64_t padding_rows = count - held.numel();
   if (padding_rows < 0 || padding_rows > 1) {
     throw_value_error(kOp, "rows[0] has ", count, " rows, expected one for each of ", held.numel(),
                       " held ids, or one more");
@@ -62,8 +51,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
     const std::string name = item("rows", k);
     from.push_back(
         as_rows_like(kOp, name.c_str(), rows[k], name.c_str(), rows[k], "rows[0]", rows[0]));
-    if (rows[k].size(0) != count) {
-      throw_value_error(kOp, name, " has ", rows[k].size(0), " rows, expected ", count,
+    if (from[k].count != count) {
+      throw_value_error(kOp, name, " has ", from[k].count, " rows, expected ", count,
                         " like rows[0]");
     }
   }
@@ -86,7 +75,9 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   if (held.is_cpu()) {
     merge_on_cpu(work);
     if (padding_rows > 0) work.held_places[work.held_count] = work.all();
-    for (size_t k = 0; k < from.size(); ++k) move_on_cpu(from[k], to[k], work.held_places);
+    for (size_t k = 0; k < from.size(); ++k) {
+      move_on_cpu(from[k], nullptr, to[k], work.held_places, count);
+    }
     return made;
   }
   const CurrentStream stream(kOp, held);

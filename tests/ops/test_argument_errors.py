@@ -182,6 +182,7 @@ ANYWHERE: Faults = {
     ],
     "merge_rows": [
         ("rows", none, NO_FIELD),
+        *(("rows", at(lambda rows: rows[0, 0]), "at least one dim") for at in (first, second)),
         ("rows", first(cut(2)), r"rows\[0\] has 2 rows, .* of 4 held ids, or one more"),
         ("rows", first(longer), r"rows\[0\] has 8 rows, .* of 4 held ids"),
         ("rows", second(longer), r"rows\[1\] has 8 rows, expected 4 like rows\[0\]"),
