@@ -68,7 +68,7 @@ void hold_on_cpu(const std::vector<HeldField>& fields, const HeldChanges& change
   }
   std::copy(ids.ids, ids.ids + named, ids.held_ids);
   std::fill(ids.held_ids + named, ids.held_ids + ids.size, kNoId);
-  if (ids.saved_ids != nullptr) {
+  if (ids.saved_count != nullptr) {
     std::copy(ids.evicted_ids, ids.evicted_ids + ids.size, ids.saved_ids);
     *ids.saved_count = evicted;
   }
@@ -113,8 +113,8 @@ void hold_rows(const Tensors& held, const Tensors& incoming, const Tensors& evic
                     .status = reinterpret_cast<PlanStatus*>(data_of(held_status)),
                     .size = rows,
                     .evicted_ids = data_of(evicted_ids),
-                    .saved_ids = evicted.empty() ? nullptr : data_of(saved_ids),
-                    .saved_count = data_of(saved_count)};
+                    .saved_ids = data_of(saved_ids),
+                    .saved_count = evicted.empty() ? nullptr : data_of(saved_count)};
   if (held_ids.is_cpu()) return hold_on_cpu(fields, changes, now, all);
   const CurrentStream stream(kOp, held_ids);
   all.mark_written();

@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t i = first; i < ids.size; i += stride) {
     ids.held_ids[i] = i < named ? ids.ids[i] : kNoId;
-    if (ids.saved_ids != nullptr) ids.saved_ids[i] = ids.evicted_ids[i];
+    if (ids.saved_count != nullptr) ids.saved_ids[i] = ids.evicted_ids[i];
   }
   if (first != 0) return;
   *ids.status = status_of_distinct(named, ids.status->rows);
-  if (ids.saved_ids != nullptr) *ids.saved_count = clamped(changes.counts[3], ids.size);
+  if (ids.saved_count != nullptr) *ids.saved_count = clamped(changes.counts[3], ids.size);
 }
 
 // Fills the kernel's fields and returns the grid, with one grid row per field.

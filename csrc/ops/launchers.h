@@ -477,8 +477,8 @@ struct HeldIds {
   int64_t* held_ids;   // [size]; ascending, padded with kNoId
   PlanStatus* status;
   int64_t size;
-  // For evicted rows that are saved, else null: their ids [size] are copied to `saved_ids`, their
-  // number to `saved_count`.
+  // The ids [size] of evicted rows are copied to `saved_ids`, their number to `saved_count`, unless
+  // this is null: then no evicted row is saved.
   const int64_t* evicted_ids;
   int64_t* saved_ids;
   int64_t* saved_count;

@@ -337,6 +337,17 @@ def test_rows_are_held_as_the_places_say(
     assert_same_fields([*actual[0], *actual[1]], [*expected[0], *expected[1]])
 
 
+def test_of_no_held_rows_none_is_saved(device: str) -> None:
+    held, incoming, saved = ([torch.zeros(0, 3, device=device)] for _ in range(3))
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    status, count = status_of(0, device), torch.tensor([99], device=device)
+    ops.hold_rows(
+        *(held, incoming, saved, none, none, none, none, torch.zeros(4, device=device).long()),
+        *(none, none.clone(), status, none.clone(), count),
+    )
+    assert count.tolist() == [0]
+
+
 @pytest.mark.parametrize("fields", [1, 16, 17, 40])
 def test_any_number_of_fields_is_held_and_cleared(device: str, fields: int) -> None:
     held, incoming, saved = (
