@@ -21,28 +21,34 @@ class Kind(IntEnum):
     """The data that ranks exchange."""
 
     COUNTS = 0
-    """The number of rows that a (possibly announced or prefetched) lookup requests of a rank."""
-    IDS = 1
+    """The number of rows that a lookup requests of a rank."""
+    COUNTS_AHEAD = 1
+    """The same for an announced or prefetched lookup."""
+    OTHER_IDS = 2
+    """Nothing: a lookup of other ids than the announced and prefetched ones follows."""
+    IDS = 3
     """The ids of the last batch that prefetch() has planned."""
-    ROWS = 2
+    ROWS = 4
     """Rows of a lookup whose ids were sent before."""
-    BLOCKS = 3
-    """Ids of a (possibly announced or prefetched) lookup of rows with a capacity."""
-    GRADIENTS = 4
+    BLOCKS = 5
+    """Ids of a lookup of rows with a capacity."""
+    BLOCKS_AHEAD = 6
+    """The same for an announced or prefetched lookup."""
+    GRADIENTS = 7
     """Gradients of a lookup's rows."""
-    FULL = 5
+    FULL = 8
     """All rows, which the first rank saves."""
-    NONE = 6
+    NONE = 9
     """Nothing, because a loop of prefetch() has an error of its own."""
-    STEP = 7
+    STEP = 10
     """Nothing: an optimizer is about to step the rows."""
-    NO_STEP = 8
+    NO_STEP = 11
     """Nothing: an optimizer has an error of its own instead."""
-    PACE = 9
+    PACE = 12
     """The duration of steps in a loop of prefetch()."""
-    REPLAY = 10
+    REPLAY = 13
     """Nothing: a CUDA graph with a step's lookups is about to be replayed."""
-    END = 11
+    END = 14
     """Nothing: no further call follows."""
 
 
@@ -61,12 +67,12 @@ class Call(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The call as an int64; callers may add up to 2 ** 40 - 1 for COUNTS."""
+        """The call as an int64; callers may add up to 2 ** 40 - 1 for counts."""
         return (self.table * len(Kind) + self.kind) * _NUMBERED + self.lookup
 
     @classmethod
     def of(cls, code: int) -> Call:
-        """The call of a code, without the number of COUNTS or PACE."""
+        """The call of a code, without the number of counts or PACE."""
         place, number = divmod(code, _NUMBERED)
         table, kind = divmod(place, len(Kind))
         return cls(Kind(kind), table, 0 if kind in _WITH_NUMBER else number)
@@ -75,8 +81,11 @@ class Call(NamedTuple):
         """The call as text, with the table's name."""
         table = tables[self.table] if self.table < len(tables) else f"table {self.table}"
         return {
-            Kind.COUNTS: f"a new lookup of {table} (or its announce() or prefetch())",
-            Kind.BLOCKS: f"a new lookup of {table} in training (or its announce() or prefetch())",
+            Kind.COUNTS: f"a new lookup of {table}",
+            Kind.COUNTS_AHEAD: f"announce() or prefetch() of {table}",
+            Kind.OTHER_IDS: f"a lookup of {table} with other ids than announced or prefetched",
+            Kind.BLOCKS: f"a new lookup of {table} in training",
+            Kind.BLOCKS_AHEAD: f"announce() or prefetch() of {table} with a capacity",
             Kind.IDS: f"the last batch of prefetch() of {table}",
             Kind.ROWS: f"lookup {self.lookup} of {table}, which was announced or prefetched",
             Kind.GRADIENTS: f"the backward of lookup {self.lookup} of {table}",
@@ -86,11 +95,11 @@ class Call(NamedTuple):
             Kind.STEP: f"optimizer.step() of {table}",
             Kind.NO_STEP: f"an error in optimizer.step() of {table}",
             Kind.REPLAY: f"a step of graphed(), CUDA graph {self.lookup} of {table}",
-            Kind.END: "no further lookup (or its announce() or prefetch())",
+            Kind.END: "no further lookup, announce() or prefetch()",
         }[self.kind]
 
 
-_WITH_NUMBER = (Kind.COUNTS, Kind.PACE)
+_WITH_NUMBER = (Kind.COUNTS, Kind.COUNTS_AHEAD, Kind.PACE)
 
 END = Call(Kind.END, 0).code
 """The code that follows the codes of the calls that ranks compare."""

@@ -95,7 +95,7 @@ class CountedRequest(LookupRequest):
     ranks and sets `requested`.
     """
 
-    kind, round_type = Kind.COUNTS, CountedRound
+    kind, kind_ahead, round_type = Kind.COUNTS, Kind.COUNTS_AHEAD, CountedRound
     _error: Exception | None = None
 
     def set_result(self, result: RequestedRows | list[int] | Exception) -> None:

@@ -58,7 +58,7 @@ class FixedRequest(LookupRequest):
         consensus: The fault codes of the ranks that own the rows.
     """
 
-    kind, round_type = Kind.BLOCKS, FixedRound
+    kind, kind_ahead, round_type = Kind.BLOCKS, Kind.BLOCKS_AHEAD, FixedRound
 
     def __init__(
         self,

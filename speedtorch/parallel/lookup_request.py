@@ -28,13 +28,23 @@ class Lookup:
         number: The lookup's number among the table's lookups since the last error.
         ids: Ids of the whole table, of any shape. An id out of range names no row.
         device: The device of a step's rows.
+        is_ahead: Whether the lookup is announced or prefetched.
     """
 
     is_used = False
     """Whether a step has looked up these ids."""
 
-    def __init__(self, name: str, table: int, number: int, ids: Ids, device: torch.device) -> None:
-        self.name, self.table, self.number = name, table, number
+    def __init__(
+        self,
+        name: str,
+        table: int,
+        number: int,
+        ids: Ids,
+        device: torch.device,
+        *,
+        is_ahead: bool,
+    ) -> None:
+        self.name, self.table, self.number, self.is_ahead = name, table, number, is_ahead
         self.error: Exception | None = None
         if isinstance(ids, NoIds):
             self.error, ids = ids.error, torch.tensor([-1])
@@ -56,6 +66,8 @@ class LookupRequest(ABC):
     """The unique rows of a lookup, and after exchange_ids() the rows that all ranks request."""
 
     kind: ClassVar[Kind]
+    kind_ahead: ClassVar[Kind]
+    """`kind`, for an announced or prefetched lookup."""
     round_type: ClassVar[type[LookupRound[Any]]]
     round: LookupRound[Any]
     requested: RequestedRows
@@ -64,7 +76,7 @@ class LookupRequest(ABC):
 
     def __init__(self, lookup: Lookup, ids: ShardedIds) -> None:
         self.lookup, self.ids, self.name = lookup, ids, lookup.name
-        self.call = Call(self.kind, lookup.table)
+        self.call = Call(self.kind_ahead if lookup.is_ahead else self.kind, lookup.table)
 
     def join(self, to: LookupRound[Any]) -> None:
         """Joins a round, which exchanges the ids of all its requests."""

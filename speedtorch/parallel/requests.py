@@ -85,10 +85,12 @@ class JointRequests:
         self._lookups = lookups
         self._requests: dict[Requests, list[LookupRequest]] | None = None
 
-    def pop(self, table: Requests) -> list[LookupRequest] | None:
+    def pop(self, table: Requests, *, ahead: bool) -> list[LookupRequest] | None:
         """Returns a table's requests on its first call; None afterwards."""
         if self._requests is None:
-            self._requests = {key: key.make(*lookups) for key, lookups in self._lookups.items()}
+            self._requests = {
+                key: key.make(*lookups, ahead=ahead) for key, lookups in self._lookups.items()
+            }
             every = [request for made in self._requests.values() for request in made]
             group_in_rounds(every, table.shared_by[0])
         return self._requests.pop(table, None)
@@ -153,22 +155,28 @@ class Requests:
         """The ranks that own the rows, and the device of a step's rows, which may be moved."""
         return self._ranks, self._exchange.held.device
 
-    def _request(self, parts: Sequence[Ids], *, trains: bool = True) -> list[LookupRequest]:
+    def _request(
+        self, parts: Sequence[Ids], *, trains: bool = True, ahead: bool
+    ) -> list[LookupRequest]:
         """The requests of lookups, in one round with the requests of other tables in together()."""
-        requests = None if self._joint is None else self._joint.pop(self)
+        requests = None if self._joint is None else self._joint.pop(self, ahead=ahead)
         if requests is None:
-            group_in_rounds(requests := self.make(parts, trains), self._ranks)
+            group_in_rounds(requests := self.make(parts, trains, ahead=ahead), self._ranks)
         return requests
 
-    def make(self, parts: Sequence[Ids], trains: bool) -> list[LookupRequest]:
-        """New requests of lookups, without any communication."""
+    def make(self, parts: Sequence[Ids], trains: bool, *, ahead: bool) -> list[LookupRequest]:
+        """New requests of lookups, without any communication.
+
+        `ahead`: The lookups are announced or prefetched.
+        """
         fixed, held = self._fixed if trains else None, self._exchange.held
         share = -1 if fixed is None else fixed[0].rows
         self._distances = self._distances.to(held.device)  # after a move of the module
         requests: list[LookupRequest] = []
         for given in parts:
-            lookup = Lookup(held.name, self._number, next(self._lookups), given, held.device)
-            on_device = lookup.ids.to(held.device, non_blocking=True)
+            number, device = next(self._lookups), held.device
+            lookup = Lookup(held.name, self._number, number, given, device, is_ahead=ahead)
+            on_device = lookup.ids.to(device, non_blocking=True)
             ids = ShardedIds(on_device, self._sharding, self._distances, share)
             requests.append(
                 CountedRequest(lookup, ids) if fixed is None else FixedRequest(lookup, ids, *fixed)
@@ -187,7 +195,7 @@ class Requests:
         self._before_lookup()
         found, fault = self._planned_for(ids) if torch.is_grad_enabled() else (None, None)
         if found is None:
-            (request,) = self._request([ids])
+            (request,) = self._request([ids], ahead=False)
             found = PlannedRequests([request], None), request
         planned, request = found
         self._exchange_ids(planned)
@@ -212,10 +220,8 @@ class Requests:
                 break
         fault = None
         if any_unused:
-            kind, lookup = (
-                (Kind.COUNTS, 0) if found is None else (Kind.ROWS, found[1].lookup.number)
-            )
-            fault = self.compare_calls(kind, lookup)
+            kind = Kind.OTHER_IDS if found is None else Kind.ROWS
+            fault = self.compare_calls(kind, 0 if found is None else found[1].lookup.number)
         for planned in self._announced:
             if not planned.is_exchanged:
                 self._exchange_and_plan(planned)
@@ -265,7 +271,7 @@ class Requests:
                 " rows that are sharded among ranks. Look these ids up outside of the step."
             )
         self._before_lookup()
-        (request,) = self._request([ids], trains=False)
+        (request,) = self._request([ids], trains=False, ahead=False)
         self._exchange_ids(PlannedRequests([request], None))
         return request
 
@@ -319,7 +325,7 @@ class Requests:
         self._forget_after_errors()
         if self._was_looked_up or self._announced_in != self._exchange.steps.batches_over:
             self._announced, self._was_looked_up = [], False
-        planned = PlannedRequests(self._request(parts), None)
+        planned = PlannedRequests(self._request(parts, ahead=True), None)
         if self._exchange.held.device.type == "cpu":  # a later wait would save no time
             self._exchange_and_plan(planned)
         else:
@@ -345,7 +351,7 @@ class Requests:
         self._distances = self._distances.to(self._exchange.held.device)
         self._planning.uses(parts)  # the plan may be discarded before it is made
         with self._planning.after_current(self._exchange.held.device):
-            planned = PlannedRequests(self._request(parts), after)
+            planned = PlannedRequests(self._request(parts, ahead=True), after)
             planned.send_counts()
         planned.planned_until(self._planning.end)
         if after is not None:

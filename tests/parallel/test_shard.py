@@ -161,7 +161,7 @@ def test_what_one_rank_does_wrong_raises_on_all() -> None:
     every[[3, 4]] = True
     assert torch.equal((module.table["weight"] != before).any(1), share_of(every))
     looked_up = model["other"] if rank == 1 else module
-    message = r"ranks \[0.*\] are at a new lookup of 'one' .*, ranks \[1\] are at .* of 'other'"
+    message = r"ranks \[0.*\] are at a new lookup of 'one'.*, ranks \[1\] are at .* of 'other'"
     raises(RuntimeError, message, lambda: looked_up(ids[:1]))
 
 

@@ -86,6 +86,26 @@ def test_an_ambiguous_lookup_raises() -> None:
 
 
 @on_ranks
+@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_an_announcement_of_one_rank_only_raises_on_all(
+    capacity: int | None, is_announced: bool
+) -> None:
+    """Not after the timeout of the exchange of rows; whatever the rank looks up then."""
+    module, whole = rows_of_ranks(capacity=capacity)
+    ids, others = torch.tensor([1, 2]), torch.tensor([5])
+
+    def step() -> None:
+        if dist.get_rank() == 0:
+            module.announce(ids)
+        module(ids if is_announced else others)
+
+    message = r"ranks \[0\] are at .*announce.*\[1.*\] are at a new lookup of"
+    raises(RuntimeError, message, step)
+    assert_found(module, whole, ids).sum().backward()
+
+
+@on_ranks
 @BACKENDS
 def test_ids_may_be_written_by_numpy() -> None:
     """What a tensor holds now is looked up, in a step that announces nothing and after announce."""

@@ -444,12 +444,12 @@ def other_tables(tables: dict[str, Any], names: str, of_third: str) -> None:
 @pytest.mark.parametrize("where", ["machine", "machines", "GPUs of machines"])
 def test_other_tables_on_one_rank_raise_on_all_ranks(capacity: int | None, where: str) -> None:
     """The errors name the first that is not the same."""
-    end = r"no further lookup \(or"
+    ahead, end = r"announce\(\) or prefetch\(\) of '{}'", "no further lookup, announce"
     with of_machines(where == "machine"), read_late() if "GPUs" in where else nullcontext():
         for names, of_odd, first, odd in (
-            ("abc", "acb", "a new lookup of 'b'", "a new lookup of 'c'"),
-            ("abc", "ab", "a new lookup of 'c'", end),
-            ("ab", "abc", end, "a new lookup of 'c'"),
+            ("abc", "acb", ahead.format("b"), ahead.format("c")),
+            ("abc", "ab", ahead.format("c"), end),
+            ("ab", "abc", end, ahead.format("c")),
         ):
             for every in (True, False):
                 model = nn.ModuleDict({name: module_of(CASES["Adam"], capacity) for name in "abc"})
