@@ -25,6 +25,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -77,6 +78,7 @@ __all__ = [
     "increment_versions",
     "is_batched",
     "is_forward_mode",
+    "is_functional_call",
     "is_pointwise",
     "is_profiling",
     "is_tracing",
@@ -512,6 +514,15 @@ def running_calls() -> Counter[nn.Module]:
             found[frame.f_locals["self"]] += 1
         frame = frame.f_back
     return found
+
+
+def is_functional_call() -> bool:
+    """Whether torch.func.functional_call() runs on this thread's stack."""
+    frame = sys._getframe().f_back
+    code = stateless._functional_call.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---- Optimizers

@@ -21,6 +21,7 @@ from speedtorch.step.trained_rows import rows_of_parameter
 from speedtorch.torch_internals import (
     WeakTensorKeyDictionary,
     buffers_of,
+    is_functional_call,
     members_of,
     tree_leaves,
     version_of,
@@ -54,7 +55,8 @@ class TensorIndex:
     is_current() finds each object where the constructor found it.
 
     The constructor raises TypeError for optimizer state within containers; `label` names the module
-    in the error. State with a place in `placed` moves with the module on every device.
+    in the error. State with a place in `placed` moves with the module on every device. `before` is
+    an index with the module's own tensors, if functional_call() has replaced them for one call.
 
     Attributes:
         own: parameters and buffers, frozen parameters first. Frozen wrappers, such as quantized
@@ -69,9 +71,14 @@ class TensorIndex:
         optimizers: Sequence[Optimizer],
         label: str,
         placed: TensorGroup,
+        before: TensorIndex | None = None,
     ) -> None:
-        self.parameters = dict(module.named_parameters())
-        named = dict(module.named_buffers())
+        if before is None:
+            self.parameters = dict(module.named_parameters())
+            self._named_buffers = dict(module.named_buffers())
+        else:
+            self.parameters, self._named_buffers = before.parameters, before._named_buffers
+        named = self._named_buffers
         self.buffers = within_frozen(named)
         named_parameters = self.parameters.items()
         frozen = {name: param for name, param in named_parameters if not param.requires_grad}
@@ -203,12 +210,17 @@ class ModuleTensors:
     @property
     def current(self) -> TensorIndex:
         """The index of the module's current tensors."""
-        if self._index is None or not self._index.is_current():
-            self._index = TensorIndex(self.module, self.optimizers, self.name, self._state)
-            for tensor in self._index.own.values():
-                _owners[tensor] = weakref.ref(self)
-            self._on_replaced()
-        return self._index
+        before = self._index
+        if before is not None and before.is_current():
+            return before
+        own = self.module, self.optimizers, self.name, self._state
+        if before is not None and is_functional_call():
+            return TensorIndex(*own, before)
+        self._index = index = TensorIndex(*own)
+        for tensor in index.own.values():
+            _owners[tensor] = weakref.ref(self)
+        self._on_replaced()
+        return index
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import NEEDS_GPU
 from offloaded_models import Pair, linears
 from torch import Tensor, nn, optim
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from speedtorch.layers import Swapper
@@ -270,6 +271,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "grads of samples": lambda m, x: torch.vmap(torch.func.grad(lambda x: m(x).sum()))(x),
     "jvp": lambda m, x: torch.func.jvp(m, (x,), (x,)),
     "jacrev": lambda m, x: torch.func.jacrev(m)(x),
+    "grad of a weight": lambda m, x: torch.func.grad(
+        lambda weight: functional_call(m, {"0.weight": weight}, (x,)).sum()
+    )(m.get_parameter("0.weight").detach()),
 }
 
 
@@ -291,6 +295,49 @@ def test_transforms_of_torch_func_compute_with_modules_in_use(transform: str, de
     if transform == "vmap of a weight":  # between uses
         found = compute(model, x.to(device))
         torch.testing.assert_close(found, expected, check_device=False)
+
+
+def substitutes_of(model: nn.Module, kind: str) -> tuple[Tensor, dict[str, Any]]:
+    """A tensor of all numbers, and what functional_call() computes with in place of parameters."""
+    named = dict(model.named_parameters())
+    sizes = [param.numel() for param in named.values()]
+    # Not of the parameters themselves: nothing may be in their memory.
+    whole = torch.cat([param.detach().clone().flatten() for param in named.values()]) * 0.9
+    views = dict(zip(named, whole.split(sizes), strict=True))
+    views = {name: view.view(named[name].shape) for name, view in views.items()}
+    made: dict[str, Any] = {
+        "views": lambda: views,
+        "parameters": lambda: {name: nn.Parameter(view) for name, view in views.items()},
+        "computed": lambda: {name: param * 1.1 for name, param in named.items()},
+    }
+    return whole, made[kind]()
+
+
+@pytest.mark.parametrize("budget", [None, "3KiB"])
+@pytest.mark.parametrize("kind", ["views", "parameters", "computed"])
+def test_tensors_of_functional_call_are_the_programs(
+    kind: str, budget: str | None, device: str
+) -> None:
+    models = Pair(linears(3), device, ADAMW, budget=budget)
+    x = torch.randn(2, 4, device=device)
+    with models.swapper.auto():
+        for _ in range(3):
+            found = []
+            for model, optimizer in models:
+                whole, substitutes = substitutes_of(model, kind)
+                before = model(x)  # its graph is of the parameters
+                result = functional_call(model, substitutes, (x,))
+                (result - before).square().sum().backward()
+                gradients = [each.grad for each in substitutes.values() if each.is_leaf]
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    whole *= 2  # of a view or a parameter too
+                found.append([result, *gradients, *substitutes.values()])
+                assert all(type(each) in (Tensor, nn.Parameter) for each in substitutes.values())
+            for first, second in zip(*found, strict=True):
+                assert first is second is None or torch.equal(first, second)
+    models.assert_same()
 
 
 @NEEDS_GPU

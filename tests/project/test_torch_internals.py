@@ -621,6 +621,20 @@ def test_running_calls() -> None:
     assert not torch_internals.running_calls()
 
 
+def test_is_functional_call() -> None:
+    found = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(torch_internals.is_functional_call())
+            return super().forward(x)
+
+    layer = Layer(2, 2)
+    torch.func.functional_call(layer, {"bias": torch.ones(2)}, (torch.ones(2),))
+    layer(torch.ones(2))
+    assert found == [True, False]
+
+
 def test_replace_truncated_normal() -> None:
     given: list[object] = []
 
