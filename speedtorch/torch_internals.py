@@ -81,6 +81,7 @@ __all__ = [
     "is_functional_call",
     "is_pointwise",
     "is_profiling",
+    "is_resizable",
     "is_tracing",
     "is_transformed",
     "is_view",
@@ -731,6 +732,15 @@ def storage_of(reference: Any) -> torch.UntypedStorage | None:
     """The storage of a weak reference, or None if the storage has been freed."""
     made: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return cast("torch.UntypedStorage | None", made)
+
+
+def is_resizable(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage may be emptied and get other memory.
+
+    Shared memory on the CPU may not, although torch calls it resizable: resize_() from no bytes
+    then ends the process.
+    """
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def storage_at(address: int, device: torch.device, count: int) -> torch.UntypedStorage:

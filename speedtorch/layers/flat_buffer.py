@@ -24,6 +24,7 @@ from speedtorch.layers.transfer_stats import Memory, TransferStats
 from speedtorch.memory.side_stream import SharedSideStream
 from speedtorch.torch_internals import (
     current_stream,
+    is_resizable,
     is_wrapped,
     storage_id,
     storage_uses,
@@ -209,12 +210,7 @@ class FlatBuffer:
         if before is not None:
             before.write_back_stream.finish()
             self.host[: before.nbytes].copy_(before.host)
-        # A storage for each segment, because torch.save() of a view writes its whole storage.
-        bytes_of_host = self.host.numpy()
-        self._host_storages = [
-            torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
-            for begin, end in self._segments
-        ]
+        self._host_storages = self._new_host_storages()
         self._storage: torch.UntypedStorage = (
             _no_bytes(device) if before is None else before._storage
         )
@@ -226,6 +222,14 @@ class FlatBuffer:
         self._views: dict[Memory, dict[str, Tensor]] = {memory: {} for memory in Memory}
         self._whole: Tensor | None = None
         """The bytes of the device buffer."""
+
+    def _new_host_storages(self) -> list[torch.UntypedStorage]:
+        """A storage for each segment, because torch.save() of a view writes its whole storage."""
+        bytes_of_host = self.host.numpy()
+        return [
+            torch.from_numpy(bytes_of_host[begin:end]).untyped_storage()
+            for begin, end in self._segments
+        ]
 
     @property
     def device_bytes(self) -> int:
@@ -309,9 +313,12 @@ class FlatBuffer:
 
     def view(self, name: str, memory: Memory) -> Tensor:
         """The named tensor in one of the memories; the device buffer must have memory."""
-        views = self._views[memory]
+        views, place = self._views[memory], self.places[name]
+        if memory is Memory.HOST and self._host_storages[place.segment].is_shared():
+            # torch.multiprocessing has given the storage another memory (share_memory_()).
+            self._host_storages = self._new_host_storages()
+            views.clear()
         if name not in views:
-            place = self.places[name]
             storage, begin = self._storage, place.begin
             if memory is Memory.HOST:
                 storage = self._host_storages[place.segment]
@@ -378,7 +385,9 @@ class FlatBuffer:
         """
         self.is_filled = False
         freed = self.device_bytes
-        if freed:
+        if freed and not is_resizable(self._storage):  # a shared storage, on the CPU
+            self.drop_device_storage()
+        elif freed:
             with self._beside(self.load_stream, after):
                 self._storage.resize_(0)
         return freed

@@ -26,7 +26,7 @@ from speedtorch.layers.state_tensors import PARTS, StatePart, StateTensors, stat
 from speedtorch.layers.storage_offloader import StorageOffloader
 from speedtorch.memory.byte_count import text_of
 from speedtorch.optim.wrappers import given_optimizers, optimizers_within
-from speedtorch.torch_internals import fully_sharded, storage_id
+from speedtorch.torch_internals import fully_sharded, is_resizable, storage_id
 
 __all__ = ["SleepReport", "TrainingState"]
 
@@ -331,7 +331,7 @@ class TrainingState:
                 check_dense(name, tensor)
                 assert untyped is not None
                 key = storage_id(untyped)
-                if key in kept_on_device or not untyped.resizable() or was_offloaded:
+                if key in kept_on_device or not is_resizable(untyped) or was_offloaded:
                     left.append(name)
                     kept_on_device.add(key)
                     continue

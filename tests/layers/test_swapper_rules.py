@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -95,6 +96,31 @@ def test_tensors_that_stand_in_for_a_moment_change_no_parameter(auto: bool) -> N
     assert torch.equal(found, made[0].bias.detach().unsqueeze(0))
     models.assert_same()
     assert not bool(zeros["weight"].any())
+
+
+SHARES: dict[str, Callable[[nn.Module], object]] = {
+    "share_memory": lambda model: model.share_memory(),
+    "model": ForkingPickler.dumps,
+    "weight": lambda model: ForkingPickler.dumps(model.get_parameter("0.weight")),
+    "state_dict": lambda model: ForkingPickler.dumps(model.state_dict()),
+}
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+@pytest.mark.parametrize("share", SHARES)
+def test_modules_shared_with_other_processes_are_trained(
+    share: str, is_evicted: bool, device: str
+) -> None:
+    models = Pair(linears(2), device)
+    x = torch.ones(1, 4, device=device)
+    with models.swapper.auto():
+        for _ in range(3):
+            models.train(lambda model: model(x).sum())
+            if is_evicted:
+                models.swapper.evict()
+            SHARES[share](models.made)
+            models.train(lambda model: model(x).sum())
+            models.assert_same()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -585,6 +585,15 @@ def test_memory_of_two_parts_sleeps_with_both(device: str) -> None:
     assert both.tolist() == list(range(8))
 
 
+def test_shared_memory_remains_on_the_cpu() -> None:
+    layer = nn.Linear(2, 2).share_memory()
+    before = copies(layer.state_dict())
+    with TrainingState(layer, device="cpu").asleep() as report:
+        assert report.left == ("weight", "bias")
+    assert_equal(layer.state_dict(), before)
+    assert layer.weight.is_shared()
+
+
 def test_rows_of_an_embedding_are_not_offloaded(device: str) -> None:
     def train(sleeps: bool) -> Tensor:
         torch.manual_seed(0)

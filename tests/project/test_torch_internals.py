@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_GPU
@@ -412,6 +413,15 @@ def test_storage_uses_and_storage_references() -> None:
     del storage, tensor
     gc.collect()
     assert torch_internals.storage_of(reference) is None
+
+
+def test_is_resizable() -> None:
+    storage = torch.zeros(4).untyped_storage()
+    assert torch_internals.is_resizable(storage)
+    storage.share_memory_()
+    assert storage.resizable()
+    assert not torch_internals.is_resizable(storage)
+    assert not torch_internals.is_resizable(torch.from_numpy(np.zeros(4)).untyped_storage())
 
 
 def test_storage_at() -> None:
