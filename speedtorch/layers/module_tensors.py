@@ -217,6 +217,9 @@ class ModuleTensors:
         if before is not None and is_functional_call():
             return TensorIndex(*own, before)
         self._index = index = TensorIndex(*own)
+        for tensor in () if before is None else before.own.values():
+            if _owner_of(tensor) is self:
+                del _owners[tensor]
         for tensor in index.own.values():
             _owners[tensor] = weakref.ref(self)
         self._on_replaced()

@@ -70,9 +70,11 @@ class TensorGroup:
         """Whether a tensor lies in the place of a name, in either memory."""
         return self.buffer.where({name: tensor})[name] is not None
 
-    def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether each tensor has moved under its name before."""
-        return all(self._is_placed(name, tensor) for name, tensor in tensors.items())
+    def has_exactly(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether each tensor has moved under its name before, and no other tensor has a place."""
+        if not all(self._is_placed(name, tensor) for name, tensor in tensors.items()):
+            return False
+        return not self._is_replaced(tensors, {})
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         placed = self._placed.get(name)
@@ -154,7 +156,7 @@ class TensorGroup:
         if self._is_on_device(members, where):
             self._count_replaced(members, where)
             return {}
-        if None in where.values():
+        if None in where.values() or self._is_replaced(members.tensors, where):
             self.evict(members, search=search)
             where = self.buffer.where(members.tensors)
         return where
@@ -238,7 +240,8 @@ class TensorGroup:
                 all queued work of the current stream. The copy always follows the current stream.
             search: looks among all Python objects for views of the device buffer. Such views keep
                 its memory, and 0 is returned; see held_by(). Without it such views have no memory
-                afterwards, like tensors saved by autograd until the next load.
+                afterwards, like tensors saved by autograd until the next load. Tensors that were
+                replaced or removed keep their memory in any case.
             copied: the names that begin_write_back() returned.
 
         Raises:
@@ -252,8 +255,9 @@ class TensorGroup:
             self.memory = Memory.HOST
             return 0
         where = former.where(tensors)
-        if None in where.values():
-            if not former.fits(tensors, where) or self._is_replaced(tensors, where):
+        is_replaced = self._is_replaced(tensors, where)
+        if is_replaced or None in where.values():
+            if is_replaced or not former.fits(tensors, where):
                 self.buffer = FlatBuffer(tensors, former.device, traffic=former.traffic)
                 # Graphs may have saved the former memory of each tensor.
                 self._placed = {name: weakref.ref(value) for name, value in tensors.items()}
@@ -265,7 +269,7 @@ class TensorGroup:
         self.memory = Memory.HOST
         # All tensors are on the host: they need no buffer's device memory.
         buffers = dict.fromkeys((former, self.buffer))
-        if search and former.device_bytes and former.is_held:
+        if (search or is_replaced) and former.device_bytes and former.is_held:
             held = former.held_by(list(tensors.values()))
             self._held |= held
             if held:
@@ -275,11 +279,22 @@ class TensorGroup:
         return sum([buffer.empty(after) for buffer in buffers])
 
     def _is_replaced(self, tensors: Mapping[str, Tensor], where: _Where) -> bool:
-        """Whether a new tensor's place is still occupied by another living tensor."""
-        new = [name for name, memory in where.items() if memory is None and name in self._placed]
-        former = [(name, tensor) for name in new if (tensor := self._placed[name]()) is not None]
+        """Whether a living tensor, which is no longer the tensor of its name, still has its place.
+
+        Such a tensor keeps the former buffer's memory. `where` has the places of `tensors`.
+        """
+        if None not in where.values() and len(self._placed) <= len(tensors):
+            return False
+        placed = {
+            name: tensor for name, ref in self._placed.items() if (tensor := ref()) is not None
+        }
+        self._placed = {name: self._placed[name] for name in placed}
+        current = set(map(id, tensors.values()))
         return any(
-            tensor is not tensors[name] and self.has_place(name, tensor) for name, tensor in former
+            tensor is not tensors.get(name)
+            and (where.get(name) is None if name in tensors else id(tensor) not in current)
+            and self.has_place(name, tensor)
+            for name, tensor in placed.items()
         )
 
     def _grow(self, members: Members, where: _Where) -> None:

@@ -123,6 +123,47 @@ def test_modules_shared_with_other_processes_are_trained(
             models.assert_same()
 
 
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("is_evicted", [False, True])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_parameters_taken_out_of_a_module_are_the_programs(
+    replaced: bool, is_evicted: bool, auto: bool, device: str
+) -> None:
+    models = Pair(linears(2), device, partial(SGD, lr=0.125, momentum=0.5))
+    x = torch.ones(1, 4, device=device)
+    taken: list[nn.Parameter] = []
+
+    def loss(model: Any) -> Tensor:
+        total: Tensor = model(x).square().sum()
+        for bias in taken[model is models.whole :][:1]:
+            total = total + bias.square().sum().to(device)
+        return total
+
+    def step() -> None:
+        swapper = models.swapper
+        with nullcontext() if auto else swapper.use(*swapper.modules):
+            models.train(loss)
+
+    with models.swapper.auto() if auto else nullcontext():
+        step()
+        if is_evicted:
+            models.swapper.evict()
+        for model, optimizer in models:
+            taken.append(model[0].bias)
+            model[0].bias = None
+            if replaced:
+                made = torch.full((4,), 0.5, device=model[0].weight.device)
+                model[0].bias = nn.Parameter(made)
+                optimizer.add_param_group({"params": [model[0].bias]})
+        for _ in range(3):
+            step()
+        assert torch.equal(taken[0].to(device), taken[1])
+        models.swapper.evict()
+        step()
+        assert torch.equal(taken[0].to(device), taken[1])
+        models.assert_same()
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """What a module gives, of a class that torch does not know."""
