@@ -132,9 +132,14 @@ class OffloadedModule:
         self._tracker = AccessTracker(self)
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []
-        self._forward_hook, begins, saved = (
+        self._forward_hook, begins, ends_failed, saved = (
             ModuleHook(weak_call(method))
-            for method in (self._after_forward, self._before_forward, self.groups.save_on_host)
+            for method in (
+                self._after_forward,
+                self._before_forward,
+                self._before_state_dict,
+                self.groups.save_on_host,
+            )
         )
         self._node_hook = weak_call(self._before_backward)
         try:
@@ -144,6 +149,7 @@ class OffloadedModule:
             raise
         self._hooks += [
             module.register_forward_pre_hook(begins, prepend=True),
+            module.register_state_dict_pre_hook(ends_failed),  # type: ignore[no-untyped-call]
             module.register_state_dict_post_hook(saved),  # type: ignore[no-untyped-call]
         ]
 
@@ -273,6 +279,11 @@ class OffloadedModule:
         """Hook before a forward of the module."""
         self._forward_starts.append(next_node_number())
         self.averaging.check(steps=False)
+
+    def _before_state_dict(self, *_: object) -> None:
+        """Hook before state_dict(), which else misses changes since a failed backward."""
+        if self._auto_loader is not None:
+            self._auto_loader.end_failed()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> object:
         """Hook after a forward of the module, or of a submodule with buffers.

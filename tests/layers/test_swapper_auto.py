@@ -413,7 +413,10 @@ def test_a_graph_of_values_that_were_assigned_over_is_refused(device: str) -> No
         result.backward()
 
 
-def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_change_through_data_after_a_backward_that_failed_is_kept(
+    saves: bool, device: str
+) -> None:
     layers = linears(3, 8)
     swapper = Swapper(layers, device=device)
     swapper.auto()
@@ -425,9 +428,13 @@ def test_a_change_through_data_after_a_backward_that_failed_is_kept(device: str)
     with pytest.raises(KeyError):
         layers(torch.ones(2, 8, device=device)).sum().backward()
     handle.remove()
-    assert not swapper.report().in_use
+    if saves:
+        layers.state_dict()
+    else:
+        assert not swapper.report().in_use
     for each in layers.parameters():
         each.data.fill_(0.25)
+    assert all(saved.eq(0.25).all() for saved in layers.state_dict().values())
     layers[0](torch.ones(2, 8, device=device))
     swapper.evict()
     assert all(each.eq(0.25).all() for each in layers.parameters())
