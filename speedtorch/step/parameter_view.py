@@ -48,6 +48,48 @@ class OptimizerState(Protocol):
         """Finishes a load of all rows' state that an exception has interrupted."""
 
 
+class Shown(NamedTuple):
+    """The weight's gradient that user code has read or assigned, as one immutable value."""
+
+    tensor: Tensor
+    """The gradient of all rows: a SparseRows, a sparse tensor, or an assigned dense tensor."""
+    gradient: Tensor | None
+    """The rows' gradient with equal values; `tensor` shares its memory unless it is dense."""
+    values: Tensor
+    """The shared memory."""
+    version: int
+    """The version of a sparse tensor."""
+    ids: Tensor | None
+    """Ids of the rows of `gradient`, if `tensor` is an assigned dense tensor."""
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The memory of `tensor` if it has memory for all rows."""
+        if isinstance(self.tensor, SparseRows):
+            return self.tensor.content.dense
+        return None if self.tensor.is_sparse else self.tensor
+
+    def is_emptied(self) -> bool:
+        """Whether user code has made all elements zero, in other memory than `gradient`'s."""
+        if self.tensor.is_sparse:
+            return version_of(self.tensor) != self.version and not len(sparse_values(self.tensor))
+        dense = self.dense
+        return dense is not None and not self.is_current() and not bool(dense.any())
+
+    def is_current(self) -> bool:
+        """Whether `tensor` still has the values of `gradient`."""
+        if isinstance(self.tensor, SparseRows):
+            content = self.tensor.content
+            if content.values is not self.values:
+                return False
+            if content.dense is not None:
+                return _are_rows_of(content.dense, content.ids, self.values)
+            return content.has_zeros
+        if self.ids is not None:
+            return _are_rows_of(self.tensor, self.ids, self.values)
+        return sparse_values(self.tensor).data_ptr() == self.values.data_ptr()
+
+
 class Attached(NamedTuple):
     """The attached optimizer state and all fields of the step's rows, as one immutable value."""
 
@@ -85,9 +127,8 @@ class ParameterView:
         zero_grad(set_to_none=False), independent of later lookups."""
         self.only_shows_zeros = False
         """Whether `zeros` were made for a reader and are not a gradient of the rows."""
-        self.shown: tuple[Tensor, Tensor | None, Tensor, int] | None = None
-        """The weight's gradient that was returned last, the rows' gradient at that time, the
-        values whose memory both share, and the version of the first."""
+        self.shown: Shown | None = None
+        """The weight's gradient, if user code has it and torch would keep the same tensor."""
         self._set_gradient, self._zeroed = set_gradient, zeroed
         self.divisor = 1
         """Divisor of the gradient sum, applied once before a step or a read."""
@@ -108,6 +149,8 @@ class ParameterView:
         if state is not None:
             state.hold(step.rows[1:])
         parameter.grad = step.gradient
+        if self.shown is not None and step.gradient is not self.shown.gradient:
+            self.follow(step.ids)
         self.mark()
         self.rows = step.rows
 
@@ -186,27 +229,51 @@ class ParameterView:
         if self.zeros is not None and not self.has_gradient():
             self.parameter.grad = self.zeros = None
             self.only_shows_zeros = False
+            if self.shown is not None:
+                self.follow(self.parameter.new_empty(0))
 
     def note_gradient(self) -> None:
         """Records that the parameter has another gradient."""
         self.zeros, self.shows_zeros, self.only_shows_zeros = None, False, False
 
-    def note_shown(self, shown: Tensor, gradient: Tensor | None, values: Tensor) -> None:
-        """Records a weight's gradient that shares the memory `values` of the rows' gradient."""
-        version = 0 if isinstance(shown, SparseRows) else version_of(shown)
-        self.shown = shown, gradient, values, version
+    def note_shown(
+        self, tensor: Tensor, gradient: Tensor | None, values: Tensor, ids: Tensor | None = None
+    ) -> None:
+        """Records the weight's gradient; see Shown."""
+        version = version_of(tensor) if tensor.is_sparse else 0
+        self.shown = Shown(tensor, gradient, values, version, ids)
 
-    def shown_of(self, gradient: Tensor) -> Tensor | None:
-        """The weight's gradient that was already returned for this rows' gradient, or None."""
-        if self.shown is None or self.shown[1] is not gradient:
-            return None
-        return self.shown[0]
+    def follow(self, ids: Tensor | Callable[[], Tensor], *, is_sum: bool = False) -> None:
+        """Makes the weight's gradient that user code has equal the parameter's new gradient.
+
+        In torch a backward and zero_grad(set_to_none=False) change the same tensor. `ids` are those
+        of the parameter's rows. `is_sum`: A backward has added to the gradient.
+        """
+        assert self.shown is not None
+        tensor, gradient, dense = self.shown.tensor, self.parameter.grad, self.shown.dense
+        is_dropped = gradient is None and not self.shows_zeros
+        if is_dropped or tensor.is_sparse or (gradient is not None and gradient.is_sparse):
+            self.shown = None
+            return
+        values = self.parameter.detach()[:0] if gradient is None else gradient
+        if gradient is None:
+            ids = torch.empty(0, dtype=torch.int64, device=values.device)
+        elif dense is not None and not isinstance(ids, Tensor):
+            ids = ids()
+        if isinstance(tensor, SparseRows):
+            tensor.content.keep(ids, values)
+            tensor.content.set_fill(0.0, ())
+        known = ids if isinstance(ids, Tensor) else None
+        if is_sum and dense is not None and known is not None:
+            with torch.no_grad():
+                dense.index_copy_(0, known, values[: len(known)])
+        self.note_shown(tensor, gradient, values, known)
 
     def gradient_of(self, content: RowContent) -> Tensor | None:
         """The rows' gradient that was returned last, if `content` is its content, else None."""
-        if self.shown is None or getattr(self.shown[0], "content", None) is not content:
+        if self.shown is None or getattr(self.shown.tensor, "content", None) is not content:
             return None
-        return self.shown[1]
+        return self.shown.gradient
 
     def set_was_read(self) -> None:
         """Records that the caller has the weight's gradient and may write to it."""
@@ -217,30 +284,26 @@ class ParameterView:
         """Copies writes to the returned gradient of the weight to the rows' gradient."""
         if self.shown is None:
             return
-        shown, gradient, values, version = self.shown
-        is_plain = not isinstance(shown, SparseRows)
-        is_emptied = is_plain and version_of(shown) != version and not len(sparse_values(shown))
-        if gradient is not None and is_emptied:
-            gradient.zero_()  # zero_() of a sparse tensor writes to no shared memory
+        shown = self.shown
+        tensor, gradient = shown.tensor, shown.gradient
+        is_own = gradient is self.parameter.grad
+        if gradient is not None and (is_own or tensor.is_sparse) and shown.is_emptied():
+            gradient.zero_()  # zero_() of this tensor writes to no shared memory
             if (zeroed := self._zeroed()) is not None:
                 zeroed(gradient)
-            return self.note_shown(shown, gradient, sparse_values(gradient))
-        if gradient is not self.parameter.grad:
+            values = sparse_values(gradient) if gradient.is_sparse else gradient
+            return self.note_shown(tensor, gradient, values, shown.ids)
+        if not is_own:
             self.shown = None
             return
-        if isinstance(shown, SparseRows):
-            content = shown.content
-            is_same = content.values is values and content.has_zeros
-        else:
-            is_same = sparse_values(shown).data_ptr() == values.data_ptr()
-        if not is_same and (set_gradient := self._set_gradient()) is not None:
+        if not shown.is_current() and (set_gradient := self._set_gradient()) is not None:
             try:
                 self.shown = None  # set_gradient() calls this method
-                set_gradient(shown)
+                set_gradient(tensor)
             except NotImplementedError:  # raised for these values at each call
                 raise
             except BaseException:  # such as Ctrl-C: the next call sets the gradient
-                self.note_shown(shown, self.parameter.grad, values)
+                self.shown = shown._replace(gradient=self.parameter.grad)
                 raise
 
     def summand(self, added: Tensor) -> Tensor:
@@ -275,6 +338,14 @@ class ParameterView:
         if self.zeros is None or self.zeros[0] is not gradient:
             return True
         return version_of(gradient) != self.zeros[1] and _any(gradient)
+
+
+def _are_rows_of(dense: Tensor, ids: Tensor, gradient: Tensor) -> bool:
+    """Whether a tensor of all rows equals `gradient` in the rows `ids`, and is zero elsewhere."""
+    dense, rows = dense.detach(), gradient.detach()[: len(ids)]
+    own = dense.index_select(0, ids)
+    are_equal = (own == rows) | ((own != own) & (rows != rows))
+    return bool(are_equal.all()) and bool(dense.count_nonzero() == rows.count_nonzero())
 
 
 def _divided(gradient: Tensor, divisor: int) -> Tensor:

@@ -133,7 +133,7 @@ class RowContent:
         """The rows of the ids."""
         return self.values[: len(self.ids)]
 
-    def keep(self, ids: Tensor, values: Tensor) -> None:
+    def keep(self, ids: Tensor | Callable[[], Tensor], values: Tensor) -> None:
         """Replaces the ids and the values."""
         self._ids, self.values = ids, values
 

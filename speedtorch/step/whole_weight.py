@@ -214,6 +214,8 @@ class WholeWeight(ClaimedRows):
             summed = self._sums.add(self.parameter.grad, gradient, at, rows, expects_more=more)
             self.parameter.grad = summed
             view.note_gradient()
+            if view.shown is not None:
+                view.follow(self.exchange.memory.ids_of(step), is_sum=True)
 
     def check_held(self, number: int) -> None:
         """Raises RuntimeError if the rows of step `number` were written back and cannot rejoin."""
@@ -259,8 +261,12 @@ class WholeWeight(ClaimedRows):
                 return None
             if view.zeros is not None:
                 view.set_was_read()
-            if view.shown is not None and (shown := view.shown_of(gradient)) is not None:
-                return shown
+            if gradient is not self.parameter.grad:
+                view.shown = None
+            elif view.shown is not None and view.shown.gradient is not gradient:
+                view.follow(self.exchange.memory.ids_of(step))
+            if view.shown is not None:
+                return view.shown.tensor
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # else zero_() of the result could raise later
                     return self.weight_gradient()
@@ -393,6 +399,21 @@ class WholeWeight(ClaimedRows):
                 gradient[places] = rows
                 self.parameter.grad = gradient
             view.note_gradient()
+            self._share(value)
+
+    def _share(self, value: Tensor) -> None:
+        """Makes an assigned gradient the weight's gradient, as torch does, if it can be shared."""
+        view, gradient = self.parameter_view, self.parameter.grad
+        view.shown, device = None, self.exchange.held.device
+        is_sparse = value.is_sparse or (gradient is not None and gradient.is_sparse)
+        if self.table.shard_spec is not None or is_sparse or value.device != device:
+            return
+        if isinstance(value, SparseRows):
+            if value.content.zeroed() not in (None, self._zeroed()):
+                return  # the gradient of another weight
+            value.content.zeroed = self._zeroed
+        view.note_shown(value, None, value)
+        view.follow(self.exchange.memory.ids_of(self.exchange.held.now))
 
 
 def _named_rows(gradient: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -290,6 +290,66 @@ def test_a_gradient_of_the_paddings_row_that_torch_would_give_is_refused(
     assert weight.grad.to_dense()[:4, 0].tolist() == [0, 0, 1, 2]
 
 
+def of_reads(weight: Any) -> Tensor:
+    return weight.grad  # type: ignore[no-any-return]
+
+
+def of_a_view(weight: Any) -> Tensor:
+    return weight.grad.view(-1)  # type: ignore[no-any-return]
+
+
+def of_changed_rows(weight: Any) -> Tensor:
+    weight.grad[1:4] *= 2
+    return weight.grad  # type: ignore[no-any-return]
+
+
+def of_a_result(weight: Any) -> Tensor:
+    weight.grad = found = weight.grad * 2
+    return found  # type: ignore[no-any-return]
+
+
+def of_an_assignment(weight: Any) -> Tensor:
+    weight.grad = found = torch.ones(ROWS, WIDTH, device=weight.device)
+    return found
+
+
+def clip(module: Any) -> object:
+    return nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+
+
+def train_more(module: Any) -> object:
+    return module(IDS.to(module.weight.device) - 1).sum().backward()
+
+
+def step_and_clear(module: Any) -> object:
+    """A step, zeros in the same gradient, and a backward of other rows."""
+    optim.SGD(module.parameters(), lr=1.0).step()
+    module.zero_grad(set_to_none=False)
+    return train_more(module)
+
+
+@pytest.mark.parametrize("change", [clip, train_more, step_and_clear])
+@pytest.mark.parametrize(
+    "kept", [of_reads, of_a_view, of_changed_rows, of_a_result, of_an_assignment]
+)
+def test_a_kept_gradient_remains_the_gradient_of_the_weight_as_in_torch(
+    module: speedtorch.Embedding,
+    kept: Callable[[Any], Tensor],
+    change: Callable[[Any], object],
+) -> None:
+    plain, found = nn.Embedding(ROWS, WIDTH, _weight=first_rows()), []
+    for each in (module, plain):
+        each(IDS.to(each.weight.device)).sum().backward()
+        gradient = kept(each.weight)
+        change(each)
+        seen = gradient.detach().cpu().clone()
+        gradient.mul_(3)
+        optim.SGD(each.parameters(), lr=1.0).step()
+        found.append((seen, each.weight.detach().cpu().clone()))
+    torch.testing.assert_close(found[0][0].view(-1), found[1][0].view(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1], ids=str)
 def test_a_row_that_is_not_there_is_an_index_error(
     module: speedtorch.Embedding, index: int

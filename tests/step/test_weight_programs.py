@@ -51,6 +51,8 @@ class World:
         self.average = torch.zeros(ROWS, WIDTH)
         self.momentum: Tensor | None = None
         self.kept: Tensor | None = None
+        self.held: Tensor | None = None
+        """The gradient itself, or a view of it; torch changes the same tensor in a backward."""
 
     def _clamp(self, *_: object) -> None:
         self.weight.data.clamp_(-2, 2)
@@ -109,6 +111,28 @@ def keep(world: World) -> None:
 def add_kept(world: World) -> None:
     if world.kept is not None:
         world.weight.grad = world.weight.grad + world.kept
+
+
+def hold(view: Callable[[Tensor], Tensor]) -> Call:
+    def call(world: World) -> None:
+        world.held = view(world.weight.grad)
+
+    return call
+
+
+def assign_and_hold(gradient: Tensor) -> Call:
+    def call(world: World) -> None:
+        world.weight.grad = world.held = gradient.clone().to(world.weight.device)
+
+    return call
+
+
+def change_held(change: Callable[[Tensor], object]) -> Call:
+    def call(world: World) -> None:
+        if world.held is not None:
+            change(world.held)
+
+    return call
 
 
 def average(world: World) -> None:
@@ -207,7 +231,15 @@ def random_call(rng: random.Random, is_sparse: bool) -> Named:
         "gradient index_fill_": no_grad(
             lambda weight: weight.grad.index_fill_(0, torch.tensor(ids, device=weight.device), 0)
         ),
-        "assign": set_gradient(lambda gradient: whole.to(gradient.device)),
+        "assign": set_gradient(lambda gradient: whole.clone().to(gradient.device)),
+        "hold": hold(lambda gradient: gradient),
+        "hold a view": hold(lambda gradient: gradient.view(-1)),
+        "hold data": hold(lambda gradient: gradient.data),
+        "assign and hold": assign_and_hold(whole),
+        "assign part and hold": assign_and_hold(whole * of_rows),
+        "scale held": change_held(lambda held: held.mul_(rate)),
+        "fill held": change_held(lambda held: held[row:high].fill_(number)),
+        "zero held": change_held(lambda held: held.zero_()),
     }
     beside: dict[str, Call] = {
         "average": no_grad(lambda weight: None),
@@ -274,6 +306,8 @@ def run(seed: int, case: str, device: str) -> bool:
             return False
         torch.set_rng_state(state)
         named.call(theirs)
+        if ours.held is not None and theirs.held is not None:
+            assert torch.equal(ours.held.cpu(), theirs.held), done
         if named.name == "step":  # a gradient that is left is dropped by the next step's lookup
             for world in (theirs, ours):
                 world.optimizer.zero_grad()
