@@ -60,8 +60,8 @@ inline Argument written(const char* name, const Tensors& list, bool changes) {
 // The tensor arguments of one op. The tensors must outlive this object.
 class Arguments {
  public:
-  // Throws a pending error of an earlier op on the GPU, then checks the kinds.
-  Arguments(const char* op, std::initializer_list<Argument> all);
+  // Throws a pending error of an earlier op on the GPU if `throws_pending`, then checks the kinds.
+  Arguments(const char* op, std::initializer_list<Argument> all, bool throws_pending = true);
 
   void check_memory() const;
   void mark_written() const;

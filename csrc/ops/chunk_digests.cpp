@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
+#include "call/arguments.h"
 #include "call/torch_calls.h"
 #include "core/checksum.h"
 #include "core/registration.h"
-#include "core/tensor_checks.h"
 
 namespace speedtorch {
 namespace {
@@ -17,6 +17,7 @@ constexpr const char* kOp = "chunk_digests";
 // Returns int64 `[chunks]`; the last chunk may be shorter. `by_tables`: compute as on a CPU without
 // CRC instructions.
 Tensor chunk_digests(const Tensor& data, int64_t chunk_bytes, bool by_tables) {
+  Arguments(kOp, {read("data", data)}, /*throws_pending=*/false).check_memory();
   if (!data.is_cpu() || data.scalar_type() != ScalarType::Byte || data.dim() != 1) {
     throw_value_error(kOp, "data must be uint8 of one dimension on the CPU, got ", dtype_text(data),
                       " of shape ", shape_text(shape_of(data)), " on ", device_text(data));

@@ -1,5 +1,6 @@
 // resident_slots, resident_read_ahead, resident_write and resident_counts: records of a file in
 // slots of host memory, by a handle of resident_open. Called by speedtorch/table/resident_rows.py.
+// Pending errors of earlier GPU ops are not raised, because they concern no file.
 
 #include <pthread.h>
 
@@ -80,6 +81,8 @@ void check_bytes(const char* op, const char* name, const Tensor& bytes) {
 // [slots + 2, 32] on the CPU.
 int64_t resident_open(const Tensor& slots, const Tensor& index, int64_t file, int64_t file_rows) {
   constexpr const char* kOp = "resident_open";
+  Arguments(kOp, {written("slots", slots), written("index", index)}, /*throws_pending=*/false)
+      .check_memory();
   check_bytes(kOp, "slots", slots);
   check_bytes(kOp, "index", index);
   check_count(kOp, "slots", slots.size(0), (int64_t{1} << 31) - 2);
@@ -92,6 +95,11 @@ int64_t resident_open(const Tensor& slots, const Tensor& index, int64_t file, in
   const std::scoped_lock lock(all.mutex);
   all.opened.emplace(++all.last, made);
   return all.last;
+}
+
+void check_rows_list(const char* op, const Tensor& rows, const char* on_name, const Tensor& on) {
+  Arguments(op, {read("rows", rows)}, /*throws_pending=*/false).check_memory();
+  check_list(op, "rows", rows, on_name, on);
 }
 
 void check_rows(const char* op, const Opened& opened, const Tensor& rows, int64_t changing) {
@@ -121,7 +129,7 @@ Tensor failure_of(const char* op, const FileFailure& failure, const Tensor& on) 
 Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_slots";
   const auto found = opened_by(kOp, handle);
-  check_list(kOp, "rows", rows, "slots", found->memory);
+  check_rows_list(kOp, rows, "slots", found->memory);
   check_rows(kOp, *found, rows, changing);
   const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
   const auto lock = found->rows.lock();
@@ -136,7 +144,7 @@ Tensors resident_slots(int64_t handle, const Tensor& rows, int64_t changing, int
 Tensor resident_begin_find(int64_t handle, const Tensor& rows, int64_t changing, int64_t lease) {
   constexpr const char* kOp = "resident_begin_find";
   const auto found = opened_by(kOp, handle);
-  check_list(kOp, "rows", rows, "rows", rows);
+  check_rows_list(kOp, rows, "rows", rows);
   check_rows(kOp, *found, rows, changing);
   if (rows.is_cpu()) {
     throw_value_error(kOp, "rows must be on a GPU. Pass rows on the CPU to resident_slots");
@@ -177,7 +185,7 @@ bool resident_end_find(int64_t handle, int64_t lease) {
 void resident_read_ahead(int64_t handle, const Tensor& rows) {
   constexpr const char* kOp = "resident_read_ahead";
   const auto found = opened_by(kOp, handle);
-  check_list(kOp, "rows", rows, "slots", found->memory);
+  check_rows_list(kOp, rows, "slots", found->memory);
   const auto lock = found->rows.lock();
   found->rows.read_ahead(data_of(rows), rows.numel());
 }
@@ -203,7 +211,7 @@ void resident_release(int64_t handle, int64_t lease) {
 Tensor resident_write(int64_t handle, const std::optional<Tensor>& rows, bool forgets) {
   constexpr const char* kOp = "resident_write";
   const auto found = opened_by(kOp, handle);
-  if (rows) check_list(kOp, "rows", *rows, "slots", found->memory);
+  if (rows) check_rows_list(kOp, *rows, "slots", found->memory);
   const auto lock = found->rows.lock();
   wait_for_uses(kOp, found->memory);
   FileFailure failure;

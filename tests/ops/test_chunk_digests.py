@@ -56,6 +56,13 @@ def test_no_bytes_have_no_digest() -> None:
     assert digests.shape == (0,) and digests.dtype == torch.int64
 
 
+def test_bytes_that_were_freed_are_refused() -> None:
+    data = torch.zeros(100, dtype=torch.uint8)
+    data.untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match="data needs 100 bytes of storage, but its storage has 8,"):
+        chunk_digests(data, 7)
+
+
 def test_other_threads_run_meanwhile() -> None:
     data, counted, ends = torch.zeros(256 << 20, dtype=torch.uint8), 0, threading.Event()
 

@@ -933,6 +933,29 @@ def test_used_rows_stay_longer_than_others(opened: Open) -> None:
     assert reads == misses == 10 + 5 * 60 and hits == 10 * 59
 
 
+def freed(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor whose storage has no memory."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_memory_that_was_freed_is_refused(opened: Open) -> None:
+    handle, _, _ = opened(10, 4)
+    rows, slots = freed(2), freed(4, 8, dtype=torch.uint8)
+    index = freed(*resident_rows.index_shape(4), dtype=torch.uint8)
+    for name, call in {
+        "resident_open: slots": lambda: resident_open(slots, index_of(4), 0, 1),
+        "resident_open: index": lambda: resident_open(torch.zeros_like(slots), index, 0, 1),
+        "resident_slots: rows": lambda: resident_slots(handle, rows, 0, 1),
+        "resident_begin_find: rows": lambda: resident_begin_find(handle, rows, 0, 1),
+        "resident_read_ahead: rows": lambda: resident_read_ahead(handle, rows),
+        "resident_write: rows": lambda: resident_write(handle, rows, False),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} needs .* of storage, but its storage has 0,"):
+            call()
+
+
 def test_wrong_arguments_of_the_ops(opened: Open) -> None:
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
