@@ -155,6 +155,10 @@ void queue_numbers(const char* op, const Tensor& numbers, int64_t handle) {
 
 Copy numbers_of(const char* op, int64_t handle) {
   Copies& all = copies();
+  if (all.owner != process_id()) {
+    throw std::runtime_error(
+        text(op, ": a forked child cannot read copies of the process that forked it"));
+  }
   const std::scoped_lock lock(all.mutex);
   const auto found = all.by_handle.find(handle);
   if (found == all.by_handle.end()) throw_value_error(op, "no copy was queued under this handle");

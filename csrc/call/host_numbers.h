@@ -42,7 +42,7 @@ int64_t new_handle();
 // fails afterwards.
 void queue_numbers(const char* op, const Tensor& numbers, int64_t handle);
 // Returns the copy, which a thread may read even if another thread drops the handle. Throws
-// std::invalid_argument if the handle names no copy.
+// std::invalid_argument if the handle names no copy, and std::runtime_error in a forked child.
 std::shared_ptr<const HostNumbers> numbers_of(const char* op, int64_t handle);
 // Drops the handle's copy, if there is one. Does nothing in a forked child, because another thread
 // of the parent may have held the mutex.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import NEEDS_GPU
 from cuda_calls import Driver
+from test_argument_faults import in_a_fork
 from torch import Tensor
 
 from speedtorch._C import NumbersHandle
@@ -135,6 +136,18 @@ def test_a_handle_of_no_copy_raises(handle: NumbersHandle) -> None:
     for query in (handle.read, handle.is_complete):
         with pytest.raises(RuntimeError, match="no copy was queued under this handle"):
             query()
+
+
+def test_a_forked_child_reads_no_copy_of_its_parent(handle: NumbersHandle) -> None:
+    with pytest.raises(RuntimeError, match="no copy was queued"):
+        handle.read()
+
+    def child() -> None:
+        for query in (handle.read, handle.is_complete):
+            with pytest.raises(RuntimeError, match="a forked child cannot read copies of the pro"):
+                query()
+
+    assert in_a_fork(child) == 0
 
 
 def test_handles_differ() -> None:
