@@ -145,6 +145,7 @@ int64_t new_handle() {
 
 void queue_numbers(const char* op, const Tensor& numbers, int64_t handle) {
   const CurrentStream stream(op, numbers);
+  stream.check_not_capturing(op, "the CPU reads the numbers of one call, not of each replay");
   auto made = std::make_shared<const HostNumbers>(op, numbers, stream);
   Copies& started = copies();
   const std::scoped_lock lock(started.mutex);

@@ -39,7 +39,7 @@ class HostNumbers {
 // Returns a handle that names no copy yet.
 int64_t new_handle();
 // Queues a copy under a handle, so that the owner of the handle drops the copy even if the caller
-// fails afterwards.
+// fails afterwards. Throws while a CUDA graph is captured.
 void queue_numbers(const char* op, const Tensor& numbers, int64_t handle);
 // Returns the copy, which a thread may read even if another thread drops the handle. Throws
 // std::invalid_argument if the handle names no copy, and std::runtime_error in a forked child.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -148,6 +149,19 @@ def test_a_forked_child_reads_no_copy_of_its_parent(handle: NumbersHandle) -> No
                 query()
 
     assert in_a_fork(child) == 0
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("op", [numbers_to_host, lambda ids, to: plan_parts([ids], 9, -1, to)])
+def test_a_graph_cannot_hold_a_copy_for_the_host(
+    op: Callable[[Tensor, int], object], handle: NumbersHandle
+) -> None:
+    numbers = torch.arange(3, device="cuda")
+    expected = pytest.raises(RuntimeError, match="not supported while a CUDA graph is captured")
+    with expected, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        op(numbers, handle.number())
+    numbers_to_host(numbers, handle.number())
+    assert handle.read() == [0, 1, 2]
 
 
 def test_handles_differ() -> None:
