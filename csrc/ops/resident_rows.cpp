@@ -152,6 +152,7 @@ Tensor resident_begin_find(int64_t handle, const Tensor& rows, int64_t changing,
   const Tensor slots = new_tensor(kOp, {rows.numel()}, ScalarType::Long, rows);
   if constexpr (kWithCuda) {
     const CurrentStream stream(kOp, rows);
+    stream.check_not_capturing(kOp, "a replay cannot read missing rows from the file");
     const Rows memory = as_rows(kOp, "index", found->index);
     const Access access = gpu_access(kOp, found->index, memory, stream.device());
     if (access == Access::kNot || !can_wait_for_uses(found->index) || rows.numel() == 0) {

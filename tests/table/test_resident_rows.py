@@ -956,6 +956,16 @@ def test_memory_that_was_freed_is_refused(opened: Open) -> None:
             call()
 
 
+@NEEDS_GPU
+def test_a_graph_cannot_hold_a_search(opened: Open) -> None:
+    handle, _, _ = opened(10, 4)
+    ids = torch.tensor([4], device="cuda")
+    expected = pytest.raises(RuntimeError, match="begin_find: not supported while a CUDA graph")
+    with expected, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        resident_begin_find(handle, ids, 0, 1)
+    assert found_in(handle, ids, 0)[1].tolist()[0] == 0
+
+
 def test_wrong_arguments_of_the_ops(opened: Open) -> None:
     handle, memory, _ = opened(10, 4)
     with pytest.raises(ValueError, match="no open rows have the handle -1"):
