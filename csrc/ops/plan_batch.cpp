@@ -37,6 +37,9 @@ Tensors plan_batch(const Tensor& index, int64_t rows, int64_t padding, int64_t c
     throw_value_error(kOp, "padding must be -1 or a row of a table of ", rows, " rows, got ",
                       padding);
   }
+  if (capacity < -1 || capacity == 0) {
+    throw_value_error(kOp, "capacity must be -1 or at least 1, got ", capacity);
+  }
   if (held.has_value() != held_status.has_value()) {
     throw_value_error(kOp, "held and held_status must be passed together");
   }

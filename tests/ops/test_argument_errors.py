@@ -332,6 +332,10 @@ ON_CPU: Faults = {
             ("padding", number(row), f"-1 or a row of a table of 11 rows, got {row}")
             for row in (-2, ROWS)
         ),
+        *(
+            ("capacity", number(rows), f"capacity must be -1 or at least 1, got {rows}")
+            for rows in (0, -2, LEAST)
+        ),
         ("rows", number(-1), "rows must not be negative"),
     ],
     "plan_batch, after others": [
