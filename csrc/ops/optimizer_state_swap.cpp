@@ -129,7 +129,7 @@ std::vector<SwapTable> check_tables(const Tensors& host, int64_t count, const Te
   return tables;
 }
 
-// A list's ids in [begin, end). For one table: all ids, even if the last is out of order.
+// A list's ids in [begin, end).
 PlanView part_of(const PlanView& list, int64_t begin, int64_t end) {
   int64_t* last = list.unique + list.count;
   const int64_t first = std::lower_bound(list.unique, last, begin) - list.unique;
@@ -256,9 +256,7 @@ void swap_table_on_cpu(const SwapTable& table, const PlanView& evict, const Plan
 
 void swap_on_cpu(const std::vector<SwapTable>& tables, const PlanView& evict, const PlanView& load,
                  Evicts evicts = Evicts::kNotLoaded, const HostRows& host_rows = {}) {
-  if (host_rows.evict != nullptr || host_rows.load != nullptr) {
-    return swap_table_on_cpu(tables[0], evict, load, evicts, host_rows);
-  }
+  if (tables.size() == 1) return swap_table_on_cpu(tables[0], evict, load, evicts, host_rows);
   for (const SwapTable& table : tables) {
     swap_table_on_cpu(table, part_of(evict, table.first, table.end()),
                       part_of(load, table.first, table.end()), evicts);
