@@ -19,6 +19,9 @@
 
 namespace speedtorch {
 
+// The least bytes to copy that are worth waking a thread.
+constexpr int64_t kBytesPerTask = int64_t{64} << 10;
+
 #ifdef __SANITIZE_THREAD__
 
 // Runs the loop's body, and tells ThreadSanitizer that the body follows the fork and precedes the

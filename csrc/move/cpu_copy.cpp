@@ -24,8 +24,6 @@
 namespace speedtorch {
 namespace {
 
-// the least work that is worth waking a thread
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;
 // The distance between counters of two chunks: 128 bytes, so that no two threads share a cache line
 // (measured: 15 ns an id if they do).
 constexpr int64_t kCountersApart = 16;

@@ -28,8 +28,6 @@ namespace speedtorch {
 namespace {
 
 constexpr const char* kOp = "optimizer_state_swap";
-// the least work that is worth waking a thread
-constexpr int64_t kBytesPerTask = int64_t{64} << 10;
 
 // One table. Ids number the rows of all tables consecutively.
 struct SwapTable {
