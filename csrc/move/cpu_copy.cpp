@@ -50,17 +50,10 @@ void prefetch(const char* row, int64_t row_bytes) {
   asm volatile("");  // GCC removes calls of functions that only prefetch
 }
 
-// Rounds to the type at each addition, as np.add.at does.
-template <typename T>
-T add(T a, T b) {
-  return static_cast<T>(a + b);
-}
-BoolByte add(BoolByte a, BoolByte b) { return {static_cast<uint8_t>(a.value | b.value)}; }
-
 template <typename T>
 [[gnu::always_inline]] inline void add_numbers(T* __restrict sum, const T* __restrict addend,
                                                int64_t count) {
-  for (int64_t k = 0; k < count; ++k) sum[k] = add(sum[k], addend[k]);
+  for (int64_t k = 0; k < count; ++k) sum[k] = plus(sum[k], addend[k]);
 }
 
 // Like add_numbers, for a table with unaligned numbers.
@@ -70,7 +63,7 @@ void add_numbers_anywhere(char* sum, const char* addend, int64_t count) {
     T numbers[2];
     std::memcpy(&numbers[0], sum + k * sizeof(T), sizeof(T));
     std::memcpy(&numbers[1], addend + k * sizeof(T), sizeof(T));
-    numbers[0] = add(numbers[0], numbers[1]);
+    numbers[0] = plus(numbers[0], numbers[1]);
     std::memcpy(sum + k * sizeof(T), &numbers[0], sizeof(T));
   }
 }

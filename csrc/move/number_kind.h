@@ -23,6 +23,15 @@ struct BoolByte {
   uint8_t value;
 };
 
+// Rounds to the type at each addition, as np.add.at does.
+template <typename T>
+constexpr T plus(T a, T b) {
+  return static_cast<T>(a + b);
+}
+constexpr BoolByte plus(BoolByte a, BoolByte b) {
+  return {static_cast<uint8_t>(a.value | b.value)};
+}
+
 // The type of a sum: half precision is summed in single precision and rounded once.
 template <typename Number>
 using SumOf = std::conditional_t<std::is_same_v<Number, double>, double, float>;

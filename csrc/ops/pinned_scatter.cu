@@ -75,17 +75,11 @@ struct LastOccurrences : RowMapOnce {
   }
 };
 
-template <typename T>
-__device__ T add(T a, T b) {
-  return static_cast<T>(a + b);
-}
-__device__ BoolByte add(BoolByte a, BoolByte b) {
-  return {static_cast<uint8_t>(a.value | b.value)};
-}
-__device__ __half add(__half a, __half b) {
+using speedtorch::plus;
+__device__ __half plus(__half a, __half b) {
   return __float2half_rn(__half2float(a) + __half2float(b));
 }
-__device__ __nv_bfloat16 add(__nv_bfloat16 a, __nv_bfloat16 b) {
+__device__ __nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b));
 }
 
@@ -129,7 +123,7 @@ __global__ void __launch_bounds__(kMoverThreads)
         const T* added = reinterpret_cast<const T*>(src.base + plan.order[i] * src.stride_bytes);
 #pragma unroll
         for (int u = 0; u < kNumbersInFlight; ++u) {
-          if (first + 32 * u < numbers) sum[u] = add(sum[u], added[first + 32 * u]);
+          if (first + 32 * u < numbers) sum[u] = plus(sum[u], added[first + 32 * u]);
         }
       }
 #pragma unroll
