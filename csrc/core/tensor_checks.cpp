@@ -178,9 +178,9 @@ void check_list(const char* op, const char* name, const Tensor& tensor, const ch
   if (size) check_shape(op, name, tensor, {*size});
 }
 
-int64_t check_count(const char* op, const char* name, int64_t count, int64_t most) {
-  if (count < 0 || count > most) {
-    throw_value_error(op, name, " must be 0 to ", most, ", got ", count);
+int64_t check_count(const char* op, const char* name, int64_t count, int64_t most, int64_t least) {
+  if (count < least || count > most) {
+    throw_value_error(op, name, " must be ", least, " to ", most, ", got ", count);
   }
   return count;
 }

@@ -80,8 +80,9 @@ void check_aligned(const char* op, const char* name, const Tensor& tensor);
 // [n] without a size.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
                 const Tensor& on, std::optional<int64_t> size = std::nullopt);
-// Throws unless `count` is in [0, most]; returns it.
-int64_t check_count(const char* op, const char* name, int64_t count, int64_t most);
+// Throws unless `count` is in [least, most]; returns it.
+int64_t check_count(const char* op, const char* name, int64_t count, int64_t most,
+                    int64_t least = 0);
 // Throws for an empty list.
 void check_fields(const char* op, const char* name, size_t count);
 // Throws unless `tensor` is on the CPU or on the device of `compute`.

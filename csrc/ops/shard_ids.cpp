@@ -22,28 +22,15 @@ constexpr const char* kShard = "shard_ids";
 constexpr const char* kRequested = "requested_ids";
 constexpr const char* kBlocks = "blocks";
 
-void check_at_least(const char* name, int64_t number, int64_t least) {
-  if (number >= least) return;
-  throw_value_error(kShard, name, " must be at least ", least, ", got ", number);
-}
-
-// Throws if `ranks` times `factor` entries are more than `most`.
-void check_product(const char* name, int64_t factor, int64_t ranks, int64_t most) {
-  if (factor <= most / ranks) return;
-  throw_value_error(kShard, name, " must be at most ", most / ranks, " for ", ranks, " ranks, got ",
-                    factor);
-}
-
 void check_shards(const Tensor& ids, const Tensor& distances, int64_t rows, int64_t block,
                   int64_t rows_per_rank, int64_t ranks, int64_t share) {
   check_ids_kind(kShard, "ids", ids);
-  check_at_least("rows", rows, 0);
-  check_at_least("block", block, 1);
-  check_at_least("rows_per_rank", rows_per_rank, 0);
-  check_at_least("ranks", ranks, 1);
-  check_at_least("share", share, -1);
-  check_product("rows_per_rank", rows_per_rank, ranks, std::numeric_limits<int64_t>::max() - 1);
-  check_product("share", share, ranks, std::numeric_limits<int32_t>::max() - ranks);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  check_count(kShard, "rows", rows, kMost);
+  check_count(kShard, "block", block, kMost, 1);
+  check_count(kShard, "ranks", ranks, kMost, 1);
+  check_count(kShard, "rows_per_rank", rows_per_rank, (kMost - 1) / ranks);
+  check_count(kShard, "share", share, (std::numeric_limits<int32_t>::max() - ranks) / ranks, -1);
   const int64_t blocks = rows / block + (rows % block != 0);
   check_list(kShard, "distances", distances, "ids", ids, std::max<int64_t>(blocks, 1));
 }
