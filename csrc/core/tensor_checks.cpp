@@ -169,9 +169,11 @@ void check_aligned(const char* op, const char* name, const Tensor& tensor) {
 }
 
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
-                const Tensor& on, std::optional<int64_t> size) {
-  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != 1 || !tensor.is_contiguous()) {
-    throw_value_error(op, name, " must be a contiguous int64 tensor [n]");
+                const Tensor& on, std::optional<int64_t> size, int64_t dimensions) {
+  if (tensor.scalar_type() != ScalarType::Long || tensor.dim() != dimensions ||
+      !tensor.is_contiguous()) {
+    throw_value_error(op, name, " must be a contiguous int64 tensor ",
+                      dimensions == 1 ? "[n]" : "[n, m]");
   }
   check_aligned(op, name, tensor);
   check_same_device(op, name, tensor, on_name, on);

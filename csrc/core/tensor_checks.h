@@ -77,9 +77,10 @@ void check_dtype(const char* op, const char* name, const Tensor& tensor, const c
 void check_contiguous(const char* op, const char* name, const Tensor& tensor);
 void check_aligned(const char* op, const char* name, const Tensor& tensor);
 // Throws unless the tensor is a contiguous, aligned int64 tensor on the device of `on`: [size], or
-// [n] without a size.
+// [n] without a size, or [n, m] with two dimensions.
 void check_list(const char* op, const char* name, const Tensor& tensor, const char* on_name,
-                const Tensor& on, std::optional<int64_t> size = std::nullopt);
+                const Tensor& on, std::optional<int64_t> size = std::nullopt,
+                int64_t dimensions = 1);
 // Throws unless `count` is in [least, most]; returns it.
 int64_t check_count(const char* op, const char* name, int64_t count, int64_t most,
                     int64_t least = 0);

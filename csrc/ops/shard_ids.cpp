@@ -122,11 +122,8 @@ Tensors shard_ids(const Tensor& ids, const Tensor& distances, int64_t rows, int6
 std::tuple<Tensor, Tensor> requested_ids(const Tensor& blocks, int64_t none,
                                          const std::optional<Tensor>& differs) {
   const Arguments all(kRequested, {read(kBlocks, blocks), read("differs", differs)});
-  if (blocks.scalar_type() != ScalarType::Long || !blocks.is_contiguous() || blocks.dim() != 2 ||
-      blocks.size(1) == 0) {
-    throw_value_error(kRequested, "blocks must be a contiguous int64 tensor [ranks, share + 1]");
-  }
-  check_aligned(kRequested, kBlocks, blocks);
+  check_list(kRequested, kBlocks, blocks, kBlocks, blocks, std::nullopt, 2);
+  check_shape(kRequested, kBlocks, blocks, {blocks.size(0), std::max<int64_t>(blocks.size(1), 1)});
   if (differs) check_list(kRequested, "differs", *differs, kBlocks, blocks, 1);
   all.check_memory();
   const int64_t ranks = blocks.size(0), share = blocks.size(1) - 1;

@@ -44,12 +44,8 @@ void check_fit(const Tensor& ids, const Tensor& offsets, const Tensor& ranges, i
   }
   check_aligned(kOp, "ids", ids);
   check_list(kOp, "offsets", offsets, "ids", ids);
-  if (ranges.scalar_type() != ScalarType::Long || !ranges.is_contiguous() || ranges.dim() != 2 ||
-      ranges.size(1) != 2) {
-    throw_value_error(kOp, "ranges must be a contiguous int64 tensor [features, 2]");
-  }
-  check_aligned(kOp, "ranges", ranges);
-  check_same_device(kOp, "ranges", ranges, "ids", ids);
+  check_list(kOp, "ranges", ranges, "ids", ids, std::nullopt, 2);
+  check_shape(kOp, "ranges", ranges, {ranges.size(0), 2});
   if (samples < 0) throw_value_error(kOp, "samples must not be negative, got ", samples);
   const int64_t features = ranges.size(0), bags = offsets.numel() - 1;
   if (!is_product(bags, features, samples)) {

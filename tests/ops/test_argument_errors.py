@@ -381,7 +381,7 @@ ON_CPU: Faults = {
         ("blocks", int32, f"blocks {INT64}"),
         ("blocks", lambda blocks: blocks.t(), f"blocks {INT64}"),
         ("blocks", lambda blocks: blocks[0], f"blocks {INT64}"),
-        ("blocks", lambda blocks: blocks[:, :0], f"blocks {INT64}"),
+        ("blocks", lambda blocks: blocks[:, :0], r"blocks has shape \[2, 0\], expected \[2, 1\]"),
         ("differs", give(0, 0), r"differs has shape \[2\], expected \[1\]"),
     ],
     "hold_rows": [
@@ -415,7 +415,7 @@ ON_CPU: Faults = {
         ),
         ("plan", shorter, "the plan of index has 4 tensors, expected the 5"),
         ("offsets", int32, f"offsets {INT64}"),
-        ("offsets", cut(1), "ranges must be .* with at least one table"),
+        ("offsets", cut(1), "offsets must have at least two entries"),
         ("ranges", cut(1), r"ranges has shape \[1, 2\], expected \[2, 2\]"),
         ("ranges", int32, f"ranges {INT64} tensor"),
         ("offsets", give(0, 3, 3), "offsets"),
