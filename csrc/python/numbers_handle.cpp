@@ -47,18 +47,10 @@ PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
 PyObject* number(PyObject* self, PyObject*) { return PyLong_FromLongLong(handle_of(self)); }
 
 PyObject* read(PyObject* self, PyObject*) {
-  return with_errors([&]() -> PyObject* {
+  return with_errors([&] {
     const std::shared_ptr<const HostNumbers> copy = numbers_of(kRead, handle_of(self));
     const int64_t* const numbers = wait_for(*copy);
-    PyObject* const list = PyList_New(copy->count());
-    for (Py_ssize_t i = 0; list != nullptr && i < copy->count(); ++i) {
-      PyObject* const each = PyLong_FromLongLong(numbers[i]);
-      if (each == nullptr || PyList_SetItem(list, i, each) != 0) {
-        Py_DecRef(list);
-        return nullptr;
-      }
-    }
-    return list;
+    return list_of(copy->count(), [&](Py_ssize_t i) { return PyLong_FromLongLong(numbers[i]); });
   });
 }
 

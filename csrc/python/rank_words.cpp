@@ -201,25 +201,18 @@ int64_t read_sent(Words& words, PyObject* lists) {
 // Returns the lists of numbers from all ranks, None if a rank has aborted, or nullptr with a Python
 // error set.
 PyObject* received(const Words& words, int64_t count) {
-  PyObject* const lists = PyList_New(words.size);
-  for (int from = 0; lists != nullptr && from < words.size; ++from) {
-    PyObject* const list = PyList_New(count);
-    bool is_full = list != nullptr && PyList_SetItem(lists, from, list) == 0;
-    for (int64_t k = 0; is_full && k < count; ++k) {
-      int64_t& word = words.between(from, words.rank)[k];
-      const int64_t number = std::atomic_ref(word).load(std::memory_order_relaxed) >> kIndexBits;
-      if (number == kAborted) {
-        Py_DecRef(lists);
-        return none();
-      }
-      PyObject* const item = PyLong_FromLongLong(number);
-      is_full = item != nullptr && PyList_SetItem(list, k, item) == 0;
-    }
-    if (is_full) continue;
-    Py_DecRef(lists);
-    return nullptr;
-  }
-  return lists;
+  bool has_aborted = false;
+  PyObject* const lists = list_of(words.size, [&](Py_ssize_t from) {
+    int64_t* const sent = words.between(static_cast<int>(from), words.rank);
+    return list_of(count, [&](Py_ssize_t k) {
+      const int64_t number = std::atomic_ref(sent[k]).load(std::memory_order_relaxed) >> kIndexBits;
+      has_aborted = has_aborted || number == kAborted;
+      return PyLong_FromLongLong(number);
+    });
+  });
+  if (lists == nullptr || !has_aborted) return lists;
+  Py_DecRef(lists);
+  return none();
 }
 
 PyObject* exchange(PyObject* self, PyObject* arguments) {
