@@ -243,6 +243,10 @@ class ParameterView:
         version = version_of(tensor) if tensor.is_sparse else 0
         self.shown = Shown(tensor, gradient, values, version, ids)
 
+    def forget_shown(self) -> None:
+        """Records that user code has no gradient of the weight that it could write to."""
+        self.shown = None
+
     def follow(self, ids: Tensor | Callable[[], Tensor], *, is_sum: bool = False) -> None:
         """Makes the weight's gradient that user code has equal the parameter's new gradient.
 

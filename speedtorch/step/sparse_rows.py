@@ -133,6 +133,10 @@ class RowContent:
         """The rows of the ids."""
         return self.values[: len(self.ids)]
 
+    def report_zeros(self, zeroed: Callable[[], Callable[[RowContent], object] | None]) -> None:
+        """Replaces `zeroed`."""
+        self.zeroed = zeroed
+
     def keep(self, ids: Tensor | Callable[[], Tensor], values: Tensor) -> None:
         """Replaces the ids and the values."""
         self._ids, self.values = ids, values

@@ -262,7 +262,7 @@ class WholeWeight(ClaimedRows):
             if view.zeros is not None:
                 view.set_was_read()
             if gradient is not self.parameter.grad:
-                view.shown = None
+                view.forget_shown()
             elif view.shown is not None and view.shown.gradient is not gradient:
                 view.follow(self.exchange.memory.ids_of(step))
             if view.shown is not None:
@@ -404,14 +404,15 @@ class WholeWeight(ClaimedRows):
     def _share(self, value: Tensor) -> None:
         """Makes an assigned gradient the weight's gradient, as torch does, if it can be shared."""
         view, gradient = self.parameter_view, self.parameter.grad
-        view.shown, device = None, self.exchange.held.device
+        view.forget_shown()
+        device = self.exchange.held.device
         is_sparse = value.is_sparse or (gradient is not None and gradient.is_sparse)
         if self.table.shard_spec is not None or is_sparse or value.device != device:
             return
         if isinstance(value, SparseRows):
             if value.content.zeroed() not in (None, self._zeroed()):
                 return  # the gradient of another weight
-            value.content.zeroed = self._zeroed
+            value.content.report_zeros(self._zeroed)
         view.note_shown(value, None, value)
         view.follow(self.exchange.memory.ids_of(self.exchange.held.now))
 

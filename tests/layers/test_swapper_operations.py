@@ -297,12 +297,13 @@ def test_transforms_of_torch_func_compute_with_modules_in_use(transform: str, de
         torch.testing.assert_close(found, expected, check_device=False)
 
 
-def substitutes_of(model: nn.Module, kind: str) -> tuple[Tensor, dict[str, Any]]:
+def substitutes_of(model: nn.Module, kind: str, device: str) -> tuple[Tensor, dict[str, Any]]:
     """A tensor of all numbers, and what functional_call() computes with in place of parameters."""
     named = dict(model.named_parameters())
     sizes = [param.numel() for param in named.values()]
     # Not of the parameters themselves: nothing may be in their memory.
-    whole = torch.cat([param.detach().clone().flatten() for param in named.values()]) * 0.9
+    copies = [param.detach().to(device, copy=True).flatten() for param in named.values()]
+    whole = torch.cat(copies) * 0.9
     views = dict(zip(named, whole.split(sizes), strict=True))
     views = {name: view.view(named[name].shape) for name, view in views.items()}
     made: dict[str, Any] = {
@@ -324,7 +325,7 @@ def test_tensors_of_functional_call_are_the_programs(
         for _ in range(3):
             found = []
             for model, optimizer in models:
-                whole, substitutes = substitutes_of(model, kind)
+                whole, substitutes = substitutes_of(model, kind, device)
                 before = model(x)  # its graph is of the parameters
                 result = functional_call(model, substitutes, (x,))
                 (result - before).square().sum().backward()
