@@ -98,10 +98,15 @@ class Switcher(ABC):
     def _commit(self, exchange: Callable[[], object]) -> None:
         """Commits and runs an exchange, after the caller has called _finish().
 
-        The exchange must be repeatable. An error of its own would recur in every later method.
+        The exchange must be repeatable. A ValueError would recur in every later method, so it
+        cancels the exchange.
         """
         self._unfinished = exchange
-        self._finish()
+        try:
+            self._finish()
+        except ValueError:
+            self._unfinished = None
+            raise
 
     def _finish(self) -> None:
         """Repeats an exchange that an exception has interrupted."""

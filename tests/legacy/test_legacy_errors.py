@@ -118,6 +118,21 @@ def converted() -> Any:
     return switcher
 
 
+def variable_in_the_table() -> Any:
+    """A ModelFactory whose variable is a view of its table."""
+    embedding, switcher, _ = started_model()
+    embedding.weight.data = switcher.getCupyVar()[:3]
+    return switcher
+
+
+def read_only() -> Any:
+    """A ModelFactory with a batch of a table that cannot be written."""
+    table(ROWS, WIDTH).save("read_only.npy")
+    switcher = model(table=HostTable.open("read_only.npy", "mapped"))
+    switcher.beforeForwardPass([1, 2, 3])
+    return switcher
+
+
 # Of a started object: a method, its arguments, the error and its message.
 OF_ROWS: dict[Callable[[], Any], list[tuple[str, Any, type[Exception], str]]] = {
     gadget: [
@@ -166,6 +181,12 @@ OF_ROWS: dict[Callable[[], Any], list[tuple[str, Any, type[Exception], str]]] = 
     ],
     converted: [
         ("afterOptimizerStep", [1, 2, 3], ValueError, r"has rows \[5\] of torch.float64 on cpu")
+    ],
+    variable_in_the_table: [
+        ("afterOptimizerStep", [0, 1, 2], ValueError, "table and src overlap in memory"),
+    ],
+    read_only: [
+        ("afterOptimizerStep", [1, 2, 3], ValueError, "is a read-only mapping of .*read_only.npy"),
     ],
     torch_model: [
         ("loadTorch", "list.pt", ValueError, r"list\.pt must contain a dense tensor .*, got a li"),
@@ -235,6 +256,8 @@ CALLS: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: model(datatype="float64"), "datatype='float64' does .* is 'float32'"),
         (lambda: model(datatype="floot"), "datatype must be a .* got 'floot'"),
         (lambda: model(datatype="U3"), "datatype must be a .* got 'U3'"),
+        (lambda: model(total_classes=-1), "total_classes: expected sizes of 0 or more, got -1"),
+        (lambda: COM(-1), "total_classes: expected sizes of 0 or more, got -1"),
         (lambda: model(table=table(3, 5)), "table must have total_classes=12 rows, got 3"),
         (lambda: model(table=table(ROWS, 4)), r"'weight' .* \[5\] of .*, got rows \[4\]"),
         (lambda: model(table=SUMS), "table must have the fields weight, got sum"),
@@ -256,6 +279,7 @@ CALLS: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
     TypeError: [
         (lambda: DataGadgetMM(np.zeros((2, 3))), "requires a file; use DataGadget"),
         (lambda: model(nn.ReLU()), "expected a module with a weight, .* got ReLU"),
+        (lambda: model(total_classes="12"), "total_classes: expected an int"),
         (lambda: model(embed_dimension=5.0), "embed_dimension: expected an int"),
     ],
     RuntimeError: [
