@@ -34,7 +34,7 @@ class BatchExchange(Switcher):
         self, rows: int, embed_dimension: RowShape, dtype: Datatype, argument: str, variable: str
     ) -> None:
         """Sets the table's size and dtype. Raises ValueError unless rows fit the parameter."""
-        self.total_classes = rows
+        (self.total_classes,) = row_shape(rows, "total_classes")
         self.embed_dimension = embed_dimension
         self._row_shape = row_shape(embed_dimension, "embed_dimension")
         self._dtype = as_dtype(dtype, argument)
