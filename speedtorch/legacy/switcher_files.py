@@ -118,7 +118,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Reads the tensors of a saveTorch file to the CPU; a single one has the name "weight"."""
     name = os.fspath(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:  # torch.load reads the path *.safetensors as that format
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # torch.load raises many types for files in other formats

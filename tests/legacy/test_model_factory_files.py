@@ -61,8 +61,9 @@ FILES = [
         for end in ("", ".npy", ".safetensors")
     ),
     *(
-        (maker, "Torch", "rows.pt")
+        (maker, "Torch", name)
         for maker in (GPUPytorchModelFactory, CPUPytorchModelFactory, PytorchModelFactory)
+        for name in ("rows.pt", "rows.safetensors")
     ),
 ]
 
@@ -76,7 +77,8 @@ def test_saved_rows_are_loaded_without_an_init(
     getattr(first, f"save{kind}")(name)
     assert os.path.exists(name if "." in name else "rows.npy")
     if kind == "Torch":
-        assert_same_bytes(torch.load(name, weights_only=True), values)
+        with open(name, "rb") as file:
+            assert_same_bytes(torch.load(file, weights_only=True), values)
     second = maker(layer(device), ROWS, WIDTH)
     getattr(second, f"load{kind}")(name)
     assert_same_bytes(table_rows(second), values)
