@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         status = _run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None if the shell has closed it
         return status
     except BrokenPipeError:  # such as in `speedtorch doctor | head -1`
         # Python flushes stdout again at exit.

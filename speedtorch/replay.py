@@ -46,6 +46,8 @@ def replay(path: str) -> int:
     try:
         with open_dump(path) as dump:
             return _replayed(dump)
+    except BrokenPipeError:  # the reader of the output has closed it, see main()
+        raise
     except (OSError, ValueError) as error:
         print(f"speedtorch: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def test_info_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> No
     facts = json.loads(capsys.readouterr().out)
     assert facts["torch"] == torch.__version__ and "gpus" in facts
     assert facts["host"]["memory_bytes"] > 1 << 20
+
+
+def test_a_command_runs_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python sets it after `speedtorch info >&-`
+    assert command.main(["info"]) == 0
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from speedtorch.files.safetensors_format import read_arrays, safetensors_header
 from speedtorch.files.system_calls import open_to_read
 from speedtorch.ops import log_switches
 from speedtorch.ops.call_log import call_text
+from speedtorch.replay import replay
 
 CALLS_OF_ALL_OPS = """
 from op_arguments import op_arguments
@@ -366,6 +368,16 @@ def test_other_files_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert expected in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_closed_output_is_no_error_of_the_file(
+    dump: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = Mock(side_effect=[BrokenPipeError, None])
+    monkeypatch.setattr("speedtorch.replay.print", error, raising=False)
+    with pytest.raises(BrokenPipeError):
+        replay(str(dump))
+    assert not capsys.readouterr().err
 
 
 def tensor_with(place: int, value: object) -> Callable[[dict[str, Any]], None]:
