@@ -240,6 +240,8 @@ def rename_folder(source: str, target: str, *errors: int) -> bool:
 
 
 def _complete_earlier(group_path: str) -> None:
+    if not os.path.lexists(switch_folder(group_path)):  # also if the path's folder is no folder
+        return
     with path_in_errors(
         group_path, "an earlier save cannot be completed. No file of this save is in place"
     ):

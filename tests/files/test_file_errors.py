@@ -221,6 +221,9 @@ CASES: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
         (lambda: system_calls.map_new_file("no/a", 4), "the folder does not exist"),
         (lambda: replaced("no/a"), "the folder does not exist; create it first"),
     ],
+    NotADirectoryError: [
+        (lambda: replaced("a/a"), r"^\[Errno \d+\] Not a directory: '[^']*/a'$"),
+    ],
     FileExistsError: [
         (lambda: small(memory="file", path="rows.bin"), "exists already, and a new file is"),
     ],
