@@ -16,7 +16,7 @@ from speedtorch.ops.functions import pinned_scatter
 from speedtorch.ops.shapes import row_shape
 from speedtorch.table.host_table import HostTable
 
-__all__ = ["BatchExchange", "RowShape", "Rows"]
+__all__ = ["BatchExchange", "RowShape", "Rows", "check_type"]
 
 RowShape = int | tuple[int, ...]
 Rows = dict[str, Tensor]
@@ -146,7 +146,8 @@ class BatchExchange(Switcher):
             pinned_scatter(fields[name], index, values, plan=plan)
 
     def _check_table(self, table: HostTable) -> None:
-        """Raises ValueError unless a table has the required rows and fields."""
+        """Raises TypeError or ValueError unless a table has the required rows and fields."""
+        check_type("table", table, HostTable)
         if len(table) != self.total_classes:
             raise ValueError(
                 f"table must have total_classes={self.total_classes:,} rows, got {len(table):,}"
@@ -164,6 +165,13 @@ class BatchExchange(Switcher):
                     f"table: the field {name!r} must have rows {list(shape)} of {dtype}, got rows"
                     f" {list(has.shape[1:])} of {has.dtype}"
                 )
+
+
+def check_type(argument: str, value: object, kind: type) -> None:
+    """Raises TypeError unless a value has a type; `argument` names the value."""
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise TypeError(f"{argument}: expected an instance of {kind.__name__}, got {found}")
 
 
 def _check_trained(index: Tensor, rows: Tensor, field: Tensor, owner: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtorch.legacy import families
-from speedtorch.legacy.batch_exchange import BatchExchange, RowShape
+from speedtorch.legacy.batch_exchange import BatchExchange, RowShape, check_type
 from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import Stored
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
@@ -50,6 +50,8 @@ class OptimizerSwitcher(BatchExchange):
         table: HostTable | None = None,
     ) -> None:
         """Finds the variable, probes the optimizer and checks that all arguments fit."""
+        check_type("given_optimizer", given_optimizer, Optimizer)
+        check_type("model", model, nn.Module)
         self.given_optimizer = given_optimizer
         self.model = model
         self.variable_name = variable_name
@@ -199,7 +201,8 @@ class OptimizerFactory(
             and the plan of each batch.
 
     Raises:
-        ValueError: An argument does not fit, or the optimizer does not treat rows separately.
+        TypeError, ValueError: An argument does not fit, or the optimizer does not treat rows
+            separately.
 
     Example:
         >>> model = torch.nn.ModuleDict({"u": torch.nn.Embedding(2, 3)})

@@ -279,6 +279,12 @@ CALLS: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
     TypeError: [
         (lambda: DataGadgetMM(np.zeros((2, 3))), "requires a file; use DataGadget"),
         (lambda: model(nn.ReLU()), "expected a module with a weight, .* got ReLU"),
+        (lambda: model(table=torch.zeros(ROWS, 5)), "table: expected .* HostTable, got Tensor"),
+        (lambda: state(lambda _: "Adam"), "given_optimizer: expected .* Optimizer, got str"),
+        (
+            lambda: OptimizerFactory(optim.Adam(Model().parameters()), ROWS, WIDTH, [], "users"),
+            "model: expected an instance of Module, got list",
+        ),
         (lambda: model(total_classes="12"), "total_classes: expected an int"),
         (lambda: model(embed_dimension=5.0), "embed_dimension: expected an int"),
     ],
