@@ -85,7 +85,7 @@ class Prefetch(Generic[_Batch]):
                     self._expect(plans)
                 elif parts and is_alone:
                     _announce(parts)
-                pace.note_step()  # counts the host's planning in the time of the previous step
+                pace.note_step()
                 yield batch
                 if is_alone and (parts or plans is not None):
                     self._expect({})
@@ -235,12 +235,12 @@ def prefetch(loader: Iterable[_Batch], model: nn.Module, *, ids: _IdsOf) -> Pref
     lookup of a batch in any of them. Excluded are modules with a padding row, a capacity, a cache
     or frozen rows, and tables that are sharded or in a file, or that track changes.
 
-    Planning ahead takes host time. If the GPU waits for the host, the loop measures steps without
-    planning and continues with the faster way. Ranks of one machine that share rows decide this
-    together. Ranks of several machines always plan. Without a GPU, and within another loop over the
-    same rows, batches are returned without a plan. A GPU loop that has stopped planning does not
-    call `ids`, either. It still does if `ids` names several lookups of a module or a module with a
-    capacity, or if a table has resident rows of a file.
+    Planning ahead takes host time. Therefore a loop measures some steps without planning, and
+    continues with the faster way. Ranks of one machine that share rows decide this together. Ranks
+    of several machines always plan. Without a GPU, and within another loop over the same rows,
+    batches are returned without a plan. A GPU loop that has stopped planning does not call `ids`,
+    either. It still does if `ids` names several lookups of a module or a module with a capacity, or
+    if a table has resident rows of a file.
 
     Pass the tensors that `ids` returns to the lookups. Other tensors with the same ids work too,
     but the search for their plan makes the host wait. If rows have a capacity and a step several

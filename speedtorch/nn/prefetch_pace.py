@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-import torch
-
 from speedtorch.nn.row_module import RowModule
 
 __all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
@@ -20,13 +18,14 @@ __all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
 _SETTLE = 4  # steps after a change, which still train batches that were read before
 _WINDOW = 8  # steps of a median
 _GAIN = 0.98  # the largest ratio of step times that makes a trial succeed
-_QUIET = 64  # steps from a window without a trial to the end of the next window
+_CLEAR = 1.1  # the ratio of step times from which on a trial is not repeated soon
+_CLEAR_WAIT = 1024  # steps until it is repeated
 _FIRST_WAIT, _MOST_WAIT = 128, 4096  # steps until the next trial
 _SHORT = 3 * (_SETTLE + _WINDOW)  # steps of a loop that is too short for a whole trial
 _OTHER_WORK = 2.0  # the ratio of step times at which a wait ends, because the steps are others
 
 
-Agree: TypeAlias = Callable[[float, bool], tuple[float, bool]]
+Agree: TypeAlias = Callable[[float], float]
 
 
 class Pace(Protocol):
@@ -67,42 +66,34 @@ AHEAD, AT_ONCE = Constant(is_ahead=True), Constant(is_ahead=False)
 class MeasuredPace:
     """Chooses the faster way on a GPU: to plan batches ahead, or not to plan.
 
-    Planning ahead hides transfers over the link behind the GPU's other work, but costs host time. A
-    loop that plans tries the other way only if the GPU is idle in most steps, at the time when the
-    loop yields a batch. A loop that does not plan tries planning only if the GPU is busy then. A
-    trial succeeds if the host's median time per step is more than 2 % below the medians before and
-    after the trial. The second comparison excludes a loop's slow first steps. After a failed trial,
-    the wait until the next trial doubles, up to 4,096 steps. A wait ends early if the time per step
-    has doubled or halved. If a window of steps leads to no trial, the next window ends 64 steps
-    later, because queries of the GPU take host time. A trial fails if its loop ends, except that
+    Planning ahead hides transfers over the link behind the GPU's other work, but costs host time.
+    The loop tries the other way for some steps. The trial succeeds if the median time per step is
+    more than 2 % below the medians before and after the trial. The second comparison excludes a
+    loop's slow first steps. The next trial follows after 128 steps, or after 1,024 if the times
+    differ by more than 10 %. After a failed trial the wait doubles, up to 4,096 steps. A wait ends
+    early if the time per step has doubled or halved. A trial fails if its loop ends, except that
     the trial of a loop of fewer than 36 steps continues in the next loop.
 
-    The loop queries the GPU after it has planned the next batch. Before, the GPU would always be
-    busy with the last kernels of the step, even if the host is slower than the GPU.
-
     Args:
-        device: The GPU.
-        agree: Receives this rank's median seconds per step, and whether its GPU was mostly idle.
-            Returns the seconds of the slowest rank, and whether the GPUs of all ranks that share
-            the rows were idle. All ranks call this function after the same number of steps.
+        agree: Receives this rank's median seconds per step, and returns those of the slowest rank
+            that shares the rows. All ranks call this function after the same number of steps.
     """
 
     checks = False  # lookups on a GPU check ids
 
-    def __init__(self, device: torch.device, agree: Agree = lambda seconds, idle: (seconds, idle)):
+    def __init__(self, agree: Agree = lambda seconds: seconds):
         self.is_ahead = True
-        self._device, self._agree = device, agree
+        self._agree = agree
         self._last = 0.0
         self._times: list[float] = []
-        self._idle = 0
         self._left_out = 0
         """The number of next steps that are not measured."""
         self._before: float | None = None
         """The median seconds before a trial, or None without a trial."""
         self._tried: float | None = None
         """The median seconds of a trial while the way before it is measured again."""
-        self._usual: float | None = None
-        """The median seconds after the last trial; None before the first."""
+        self._usual = 0.0
+        """The median seconds after the last trial."""
         self._waits = False
         """Whether no trial can begin at the end of the current window."""
         self._steps = self._next_trial = self._in_loop = 0
@@ -112,9 +103,9 @@ class MeasuredPace:
         """See Pace. The decision of the previous loop remains."""
         is_short, self._in_loop = self._in_loop < _SHORT, 0
         self._times.clear()
-        self._idle, self._left_out = 0, _SETTLE
+        self._left_out = _SETTLE
         if self._before is not None and not is_short:  # the previous loop ended during a trial
-            self._end_trial(self._before, switches=self._tried is None, succeeds=False)
+            self._end_trial(self._before, switches=self._tried is None, wait=2 * self._wait)
 
     def note_step(self) -> None:
         """See Pace."""
@@ -127,50 +118,43 @@ class MeasuredPace:
             return
         if not self._times:  # a window begins
             self._waits = self._before is None and self._steps + _WINDOW <= self._next_trial
-        if self._waits and self._usual is None:
-            return
         self._times.append(seconds)
-        if not self._waits:
-            self._idle += torch.cuda.current_stream(self._device).query()
         if len(self._times) == _WINDOW:
-            median, is_idle = statistics.median(self._times), 2 * self._idle > _WINDOW
+            median = self._agree(statistics.median(self._times))
             self._times.clear()
-            self._idle = 0
-            median, is_idle = self._agree(median, is_idle)
             if self._waits:
                 self._notice_other_work(median)
             else:
-                self._decide(median, is_idle=is_idle)
+                self._decide(median)
 
     def _notice_other_work(self, median: float) -> None:
         """Ends the wait for the next trial if the steps take much more or less time."""
-        usual = self._usual
-        if usual is not None and not usual / _OTHER_WORK < median < usual * _OTHER_WORK:
+        if not self._usual / _OTHER_WORK < median < self._usual * _OTHER_WORK:
             self._next_trial, self._wait, self._usual = self._steps, _FIRST_WAIT, median
 
-    def _decide(self, median: float, *, is_idle: bool) -> None:
+    def _decide(self, median: float) -> None:
         if self._before is None:
-            if is_idle == self.is_ahead:
-                self._before = median
-                self._switch()
-            else:
-                self._next_trial = self._steps + _QUIET
+            self._before = median
+            self._switch()
         elif self._tried is not None:
-            is_better = self._tried < _GAIN * median
-            usual = self._tried if is_better else median
-            self._end_trial(usual, switches=is_better, succeeds=is_better)
+            if self._tried < _GAIN * median:
+                wait = _CLEAR_WAIT if self._tried * _CLEAR < median else _FIRST_WAIT
+                self._end_trial(self._tried, switches=True, wait=wait)
+            else:
+                self._end_trial(median, switches=False, wait=2 * self._wait)
         elif median < _GAIN * self._before:
             self._tried = median
             self._switch()
         else:
-            self._end_trial(self._before, switches=True, succeeds=False)
+            least = _CLEAR_WAIT if self._before * _CLEAR < median else 0
+            self._end_trial(self._before, switches=True, wait=max(least, 2 * self._wait))
 
-    def _end_trial(self, usual: float, *, switches: bool, succeeds: bool) -> None:
+    def _end_trial(self, usual: float, *, switches: bool, wait: int) -> None:
         """Ends a trial; `usual` is the median of the way that the loop continues with."""
         self._before, self._tried, self._usual = None, None, usual
         if switches:
             self._switch()
-        self._wait = _FIRST_WAIT if succeeds else min(2 * self._wait, _MOST_WAIT)
+        self._wait = min(wait, _MOST_WAIT)
         self._next_trial = self._steps + self._wait
 
     def _switch(self) -> None:
@@ -192,8 +176,7 @@ def pace_of(modules: Sequence[RowModule]) -> Pace:
         return AHEAD
     if (first := modules[0]) not in _measured:
         agree = weakref.WeakMethod(lookups.agree_on_pace)
-        (device,) = devices
-        _measured[first] = MeasuredPace(device, lambda *given: _alive(agree)(*given))
+        _measured[first] = MeasuredPace(lambda seconds: _alive(agree)(seconds))
     return _measured[first]
 
 

@@ -106,8 +106,8 @@ class Lookups(Protocol):
     def can_agree(self) -> bool:
         """Whether agree_on_pace() may be called."""
 
-    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """Returns the seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
+    def agree_on_pace(self, seconds: float) -> float:
+        """Returns the seconds of the slowest rank."""
 
     def rows_of(
         self, ids: Tensor, max_norm: float | None = None, norm_type: float = 2.0

@@ -62,7 +62,7 @@ class Call(NamedTuple):
     """The lookup's number since the last error, from 0, for IDS, ROWS and GRADIENTS.
 
     For REPLAY, the number of the graph among the table's captures, from 1. For PACE, the duration
-    that ranks compare, and whether the GPU was idle. For other kinds 0.
+    that ranks compare. For other kinds 0.
     """
 
     @property

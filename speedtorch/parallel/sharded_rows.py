@@ -37,7 +37,7 @@ __all__ = ["ShardedRows", "ranks_of"]
 
 _COLLECTED_BYTES = 16 << 20  # from each rank in one collective of gather_field()
 
-_MOST_MICROSECONDS = 1 << 38  # twice this, plus a flag, fits into a Call
+_MOST_MICROSECONDS = 1 << 38  # fits into a Call
 
 _ranks: weakref.WeakKeyDictionary[TrainedRows, Ranks] = weakref.WeakKeyDictionary()
 """The ranks among which the table of a TrainedRows is sharded."""
@@ -157,12 +157,11 @@ class ShardedRows(SharedLookups):
         """Whether ranks can compare calls without waiting for their GPUs."""
         return self.ranks.has_barrier
 
-    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """The seconds of the slowest rank, and whether the GPUs of all ranks were idle."""
-        number = min(int(seconds * 1e6), _MOST_MICROSECONDS) * 2 + is_idle
-        call = Call(Kind.PACE, self._number, number)
-        numbers = self.ranks.all_gather_number(self.rows.name, call)
-        return max(number >> 1 for number in numbers) / 1e6, all(n & 1 for n in numbers)
+    def agree_on_pace(self, seconds: float) -> float:
+        """The seconds of the slowest rank."""
+        microseconds = min(int(seconds * 1e6), _MOST_MICROSECONDS)
+        call = Call(Kind.PACE, self._number, microseconds)
+        return max(self.ranks.all_gather_number(self.rows.name, call)) / 1e6
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
         """Makes the ranks' lookup raise on all ranks: here `error`, if ranks are at one call."""

@@ -235,9 +235,9 @@ class TrainedRows(WholeWeight):
 
     can_agree = True
 
-    def agree_on_pace(self, seconds: float, is_idle: bool) -> tuple[float, bool]:
-        """Returns the arguments, because no other rank shares the rows."""
-        return seconds, is_idle
+    def agree_on_pace(self, seconds: float) -> float:
+        """Returns the argument, because no other rank shares the rows."""
+        return seconds
 
     def fail(self, error: Exception, *, trains: bool, announced: int = 0) -> None:
         """Called instead of a lookup whose ids are invalid; does nothing on a single rank."""
