@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,34 @@ def test_it_goes_with_other_features(feature: str, device: str, tmp_path: Path) 
             each.steps -= 1
             speedtorch.load(folder, **parts)
         each.step(2)
+    assert_equal(ours.tensors(), theirs.tensors())
+
+
+class InHalf(optim.Optimizer):
+    """An optimizer that keeps its state in 16 bits itself."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                kept = self.state[param]
+                if not kept:
+                    kept["sum"] = torch.zeros_like(param, dtype=torch.bfloat16)
+                    kept["wide"] = torch.zeros_like(param)
+                kept["sum"].mul_(0.9).add_(param.grad.bfloat16())
+                kept["wide"].add_(1.0)
+                param.sub_(kept["sum"].float(), alpha=0.1)
+
+
+def test_state_that_an_optimizer_keeps_in_16_bits_remains_so(device: str) -> None:
+    ours, theirs = (Stored(device, InHalf, limit, 4) for limit in (500, None))
+    for each in (ours, theirs):
+        each.step(4)
+        kept = each.optimizer.state.values()
+        assert {state["sum"].dtype for state in kept} == {torch.bfloat16}
     assert_equal(ours.tensors(), theirs.tensors())
 
 
