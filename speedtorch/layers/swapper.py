@@ -56,6 +56,7 @@ class Swapper:
             optimizer is given twice, or does not step each parameter separately (checked with small
             copies). The budget is no number of bytes. A tensor is sparse, quantized, on the meta
             device or made in inference mode.
+        NotImplementedError: a module contains a module of torch.jit.script or torch.jit.trace.
         RuntimeError: the device is a GPU, and torch finds none.
         MemoryError: the host has too little memory.
 
@@ -211,9 +212,9 @@ class Swapper:
         are detected without this call.
 
         Args:
-            *modules: modules as in `use`.
+            *modules: modules as in `use`. Without arguments: all modules.
         """
-        for offloaded in self._find_offloaded(modules):
+        for offloaded in self._find_offloaded(modules or self._offloaded):
             offloaded.changes.touch()
 
     def close(self) -> None:
@@ -350,6 +351,11 @@ def _name_modules(modules: object) -> list[tuple[str, nn.Module]]:
     names: dict[nn.Module, str] = {}
     for name, module in named:
         for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise NotImplementedError(
+                    f"modules: {name} has a {type(part).__name__}, and torch.jit modules have no"
+                    " hooks that load their tensors. Offload the original module."
+                )
             if part in names:
                 raise ValueError(
                     f"modules: {name} and {names[part]} share a submodule. Offload both as one"

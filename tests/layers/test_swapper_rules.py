@@ -554,6 +554,22 @@ def test_what_is_changed_after_a_use_is_written_back_when_that_is_done() -> None
         assert weight.device.type == "cpu" and torch.equal(weight, expected)
 
 
+@pytest.mark.parametrize("is_named", [True, False], ids=["one module", "all modules"])
+def test_changes_through_data_are_kept_by_touch(is_named: bool, device: str) -> None:
+    layers = linears(2)
+    swapper = Swapper(layers, device=device)
+    expected = [layer.weight.detach() * 2 for layer in layers]
+    with swapper.use(layers):
+        data = [layer.weight.data for layer in layers]
+        swapper.flush()
+        for each in data:
+            each.mul_(2)
+        swapper.touch(*layers if is_named else ())
+    swapper.evict()
+    for layer, weight in zip(layers, expected, strict=True):
+        assert torch.equal(layer.weight, weight)
+
+
 @pytest.mark.parametrize("call", ["use", "prefetch", "evict", "touch"])
 def test_what_is_no_module_is_refused(call: str) -> None:
     swapper = Swapper(linears(1), device="cpu")
@@ -578,6 +594,11 @@ TWICE = nn.Identity()
         ([], ValueError, "modules: expected at least one nn.Module, got none"),
         (nn.Identity(), ValueError, r"modules: Identity has no child modules. Pass \[module\]"),
         ([nn.Identity(), 3], TypeError, "modules: expected nn.Module, got int as 1"),
+        (
+            nn.Sequential(torch.jit.script(nn.ReLU())),
+            NotImplementedError,
+            "modules: 0 has a RecursiveScriptModule, and torch.jit modules have no hooks",
+        ),
         (
             [TWICE, nn.Sequential(TWICE)],
             ValueError,
