@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from speedtorch.checkpoints.sharded_tensors import has_dtensors
+from speedtorch.checkpoints.sharded_tensors import has_dtensors, has_shards
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import calls_load_hooks
 from speedtorch.parallel.ranks import Ranks
@@ -40,7 +40,7 @@ def ranks_sharing(parts: Iterable[Any]) -> Ranks | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for part in chain.from_iterable(map(objects_of, parts)):
-        if has_dtensors(part):
+        if has_dtensors(part) or has_shards(part):
             found.add(Ranks.of())
         if isinstance(part, nn.Module):
             rows = [getattr(module, "trained_rows", None) for module in part.modules()]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from speedtorch.table.row_shard import RowShard
 from speedtorch.table.whole_fields import state_dict_views
-from speedtorch.torch_internals import as_plain
+from speedtorch.torch_internals import as_plain, tree_leaves
 
 __all__ = ["fill_shards", "has_dtensors", "is_dtensor", "rows_of_dtensor"]
 
@@ -28,6 +28,11 @@ def has_dtensors(part: Any) -> bool:
     if isinstance(part, nn.Module):
         return any(map(is_dtensor, [*part.parameters(), *part.buffers()]))
     return isinstance(part, Optimizer) and any(map(is_dtensor, _parameters(part)))
+
+
+def has_shards(value: Any) -> bool:
+    """Whether any tensor of a value, such as a state_dict(), is sharded among ranks."""
+    return any(isinstance(leaf, RowShard) or is_dtensor(leaf) for leaf in tree_leaves(value))
 
 
 def rows_of_dtensor(name: str, tensor: Any) -> RowShard:

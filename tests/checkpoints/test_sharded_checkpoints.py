@@ -350,11 +350,12 @@ def test_ranks_with_different_tables_raise(tmp_path: Path) -> None:
 def test_an_error_before_the_first_byte_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     parts, at = Run().train(0, 1).parts(), dist.get_rank()
     wrong: Any
+    model: Any = parts["model"]
     for wrong in ({"config": object()}, {"keep": 0}, {"base": "last"}, {"keeps": 3}):
         kind = RuntimeError if at == 0 else (TypeError, ValueError)
-        with pytest.raises(kind, match="save: rank 1 raises" if at == 0 else ""):
-            speedtorch.save(tmp_path, **parts, **(wrong if at else {}))
-    model: Any = parts["model"]
+        for given in (parts, {"state": {"model": model.state_dict()}}):
+            with pytest.raises(kind, match="save: rank 1 raises" if at == 0 else ""):
+                speedtorch.save(tmp_path, **given, **(wrong if at else {}))
     with speedtorch.full_state_dict(model), pytest.raises(ValueError, match="save the same tables"):
         speedtorch.save(tmp_path, **parts)
     with pytest.raises(ValueError, match="'path'"):
