@@ -1,8 +1,7 @@
 """Adagrad with one number of state for each row of a parameter.
 
-`_step_one` steps one parameter; `_step_many` steps all parameters of a device and dtype with
-torch's foreach functions. Both do the same arithmetic in the same order. A row's result does not
-depend on the other rows of the gradient, so that a batch of rows can be stepped alone.
+A row's result does not depend on the other rows of the gradient, so that a batch of rows can be
+stepped alone.
 """
 
 from __future__ import annotations
@@ -194,9 +193,9 @@ class RowWiseAdagrad(Optimizer):
                     kind = parameter.device, parameter.dtype, sums.dtype
                     together.setdefault(kind, []).append(rows)
                 else:
-                    _step_one(rows, group)
+                    _step_rows([rows], group)
             for alike in together.values():
-                _step_many(alike, group)
+                _step_rows(alike, group)
         return loss
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -238,26 +237,8 @@ class _Rows(NamedTuple):
     """The learning rate."""
 
 
-def _step_one(rows: _Rows, group: dict[str, Any]) -> None:
-    """Steps the rows of one dense gradient."""
-    parameter, gradient, sums, rate = rows
-    weights, gradient = parameter.to(sums.dtype), gradient.to(sums.dtype)
-    if group["maximize"]:
-        gradient = -gradient
-    if group["weight_decay"]:
-        gradient = gradient.add(weights, alpha=group["weight_decay"])
-    sums.add_(_mean_of_rows(gradient * gradient))
-    divisor = _beside(sums, weights).sqrt().add_(group["eps"])
-    if isinstance(rate, Tensor):
-        weights.addcdiv_(gradient * -rate, divisor)
-    else:
-        weights.addcdiv_(gradient, divisor, value=-rate)
-    if weights is not parameter:
-        parameter.copy_(weights)
-
-
-def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
-    """Like _step_one(), for several parameters of one device and dtype."""
+def _step_rows(rows: list[_Rows], group: dict[str, Any]) -> None:
+    """Steps the rows of dense gradients, of parameters of one device and dtype."""
     dtype = rows[0].sums.dtype
     sums = [part.sums for part in rows]
     weights = [part.parameter.to(dtype) for part in rows]
@@ -280,7 +261,7 @@ def _step_many(rows: list[_Rows], group: dict[str, Any]) -> None:
 
 
 def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
-    """Like _step_one(), for the rows that a sparse gradient names."""
+    """Steps the rows that a sparse gradient names."""
     parameter, gradient, sums, _ = rows
     if gradient.sparse_dim() != 1:
         raise ValueError(
@@ -292,7 +273,7 @@ def _step_named(rows: _Rows, group: dict[str, Any]) -> None:
     if values.numel() == 0:
         return
     weights, of_rows = parameter.index_select(0, ids), sums.index_select(0, ids)
-    _step_one(_Rows(weights, values, of_rows, rows.rate), group)
+    _step_rows([_Rows(weights, values, of_rows, rows.rate)], group)
     parameter.index_copy_(0, ids, weights)
     sums.index_copy_(0, ids, of_rows)
 
