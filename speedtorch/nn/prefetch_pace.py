@@ -9,7 +9,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from speedtorch.nn.row_module import RowModule
 
@@ -28,35 +28,19 @@ _OTHER_WORK = 2.0  # the ratio of step times at which a wait ends, because the s
 Agree: TypeAlias = Callable[[float], float]
 
 
-class Pace(Protocol):
-    """Decides whether a loop plans the next batches ahead."""
+class Constant(NamedTuple):
+    """A pace that never changes."""
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next batches are planned ahead."""
-
-    @property
-    def checks(self) -> bool:
-        """Whether the loop checks the ids of batches that it yields without a plan."""
+    is_ahead: bool
+    """Whether the next batches are planned ahead."""
+    checks: bool = True
+    """Whether the loop checks the ids of batches that it yields without a plan."""
 
     def begin(self) -> None:
         """Called when a loop begins."""
 
     def note_step(self) -> None:
         """Called before the loop yields a batch."""
-
-
-class Constant(NamedTuple):
-    """A pace that never changes."""
-
-    is_ahead: bool
-    checks: bool = True
-
-    def begin(self) -> None:
-        """Does nothing."""
-
-    def note_step(self) -> None:
-        """Does nothing."""
 
 
 AHEAD, AT_ONCE = Constant(is_ahead=True), Constant(is_ahead=False)
@@ -100,7 +84,7 @@ class MeasuredPace:
         self._wait = _FIRST_WAIT
 
     def begin(self) -> None:
-        """See Pace. The decision of the previous loop remains."""
+        """See Constant. The decision of the previous loop remains."""
         is_short, self._in_loop = self._in_loop < _SHORT, 0
         self._times.clear()
         self._left_out = _SETTLE
@@ -108,7 +92,7 @@ class MeasuredPace:
             self._end_trial(self._before, switches=self._tried is None, wait=2 * self._wait)
 
     def note_step(self) -> None:
-        """See Pace."""
+        """See Constant."""
         now = time.perf_counter()
         self._last, seconds = now, now - self._last
         self._steps += 1
@@ -160,6 +144,9 @@ class MeasuredPace:
     def _switch(self) -> None:
         self.is_ahead, self._left_out = not self.is_ahead, _SETTLE
 
+
+Pace: TypeAlias = Constant | MeasuredPace
+"""Decides whether a loop plans the next batches ahead."""
 
 _measured: weakref.WeakKeyDictionary[RowModule, MeasuredPace] = weakref.WeakKeyDictionary()
 """The pace by the first module of a loop, so that the next epoch continues with it."""
