@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,9 +104,9 @@ class Dump:
             raise ValueError("storages of another size")
         self._tensors = [self._tensor(entry) for entry in content["tensors"]]
         self._calls = content["calls"]
-        nothing = torch.empty(0)
+        nothing = [torch.empty(0)] * len(self._tensors)
         for at in range(len(self)):
-            self._call(at, [nothing] * len(self._tensors))
+            self._call(at, nothing.__getitem__)
 
     def _storage(self, entry: Any) -> tuple[bool, int]:
         """Validates a storage's entry; returns whether it was on a GPU, and its bytes."""
@@ -136,10 +137,11 @@ class Dump:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields the calls with their inputs in new memory."""
         for at in range(len(self)):
-            yield self._call(at, _Inputs(self._file, self._begins, self._storages, self._tensors))
+            loaded: dict[int, Tensor] = {}
+            yield self._call(at, partial(self._input, loaded))
 
-    def _call(self, at: int, tensors: Any) -> dict[str, Any]:
-        call = restored(self._calls[at], lambda name: tensors[int(name)])
+    def _call(self, at: int, input_of: Callable[[int], Tensor]) -> dict[str, Any]:
+        call = restored(self._calls[at], lambda name: input_of(int(name)))
         known = {"op": list, "grad": bool, "inputs": list, "digests": list, "error": str}
         if not isinstance(call, dict) or not {"op", "grad", "inputs"} <= call.keys():
             raise ValueError(f"the call {str(call)[:80]}")
@@ -149,30 +151,17 @@ class Dump:
             raise ValueError(f"the operator {str(call['op'])[:80]}")
         return call
 
-
-class _Inputs:
-    """Loads the tensors of one call by number, on a GPU if they were on one and torch sees one."""
-
-    def __init__(
-        self,
-        file: OpenFile,
-        begins: Sequence[int],
-        storages: Sequence[tuple[bool, int]],
-        tensors: Sequence[_Tensor],
-    ) -> None:
-        self._file, self._begins, self._storages = file, begins, storages
-        self._tensors = tensors
-        self._loaded: dict[int, Tensor] = {}
-
-    def __getitem__(self, number: int) -> Tensor:
+    def _input(self, loaded: dict[int, Tensor], number: int) -> Tensor:
+        """Loads a tensor of a call; `loaded` has the storages of the call's other tensors."""
         storage, dtype, shape, stride, offset, requires_grad = self._tensors[number]
-        if storage not in self._loaded:
-            self._loaded[storage] = self._load(storage)
-        whole = self._loaded[storage].untyped_storage()
+        if storage not in loaded:
+            loaded[storage] = self._load(storage)
+        whole = loaded[storage].untyped_storage()
         made = torch.empty(0, dtype=dtype, device=whole.device)
         return made.set_(whole, offset, shape, stride).requires_grad_(requires_grad)
 
     def _load(self, storage: int) -> Tensor:
+        """Loads a storage on a GPU if it was on one and torch sees one."""
         was_on_gpu, nbytes = self._storages[storage]
         read = torch.empty(nbytes, dtype=torch.uint8)
         self._file.read(read.numpy().data, self._begins[storage])
