@@ -63,8 +63,8 @@ def all_digests(
     # The threads share one iterator, so that the disk reads the file in order.
     count = chunk_count(nbytes)
     numbers = iter(range(count))
-    with threads(count) as pool:
+    with threads(most := min(count, MOST_THREADS)) as pool:
         work = read, nbytes, numbers, on_bytes, digest_of
-        parts = [pool.begin(digests_of, *work) for _ in range(min(count, MOST_THREADS))]
+        parts = [pool.begin(digests_of, *work) for _ in range(most)]
         found = {number: digest for part in parts for number, digest in pool.result(part).items()}
     return [found[number] for number in range(count)]

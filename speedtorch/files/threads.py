@@ -1,4 +1,4 @@
-"""Optional threads that copy and hash for files.
+"""Optional threads that copy and hash for files, and initialize tables.
 
 Unlike the threads of concurrent.futures, these threads accept work during interpreter shutdown,
 when a thread may still be saving. threads() also ends them after Ctrl-C. If no thread starts, or a
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 __all__ = ["MOST_THREADS", "Threads", "threads"]
 
 MOST_THREADS = 16
+"""The most threads for one file."""
 
 _Result = TypeVar("_Result")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -87,10 +88,10 @@ class Threads:
 
 @contextmanager
 def threads(most: int) -> Iterator[Threads]:
-    """Starts one thread per core, at most `most` and 16; waits for all their work at the end."""
+    """Starts one thread per core, at most `most`; waits for all their work at the end."""
     made = Threads()
     try:
-        for _ in range(min(most, MOST_THREADS, os.cpu_count() or 1)):
+        for _ in range(min(most, os.cpu_count() or 1)):
             try:
                 _thread.start_new_thread(made.run, ())
             except (RuntimeError, MemoryError):  # the calling thread does the rest

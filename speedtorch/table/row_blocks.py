@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from threading import Lock
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtorch.files.threads import threads
 from speedtorch.table.progress import progress_bar
 from speedtorch.torch_internals import TorchDispatchMode, schema_name, tree_leaves
 
@@ -280,39 +280,30 @@ def _in_parallel(
     progress: bool | None,
     share: Share | None = None,
 ) -> None:
-    """Calls work(rows, block number) for every block, in at most torch.get_num_threads() threads.
-
-    If no thread can start, such as in an atexit hook, the calling thread does all the work.
-    """
+    """Calls work(rows, block number) for every block, in up to torch.get_num_threads() threads."""
     if field.numel() == 0:
         return
     blocks = _blocks_of(field.detach(), share)
     waiting = iter(blocks)  # shared by all threads, so that each block is processed once
     counting = Lock()
-    with (
-        progress_bar(len(field), progress) as bar,
-        ThreadPoolExecutor(torch.get_num_threads()) as pool,
-    ):
+    count = min(torch.get_num_threads(), len(blocks))
+    with progress_bar(len(field), progress) as bar, threads(count) as pool:
 
         def run() -> None:
-            """Processes blocks from the common iterator until its end."""
-            for block in waiting:
-                _on_block(work, block)
-                with counting:
-                    bar.update(sum(len(rows) for _, rows in block.parts))
+            """Processes blocks from the common iterator until its end, or until an error."""
+            try:
+                for block in waiting:
+                    _on_block(work, block)
+                    with counting:
+                        bar.update(sum(len(rows) for _, rows in block.parts))
+            finally:
+                deque(waiting, maxlen=0)  # Empties the iterator, so that no thread begins a block.
 
-        tasks: list[Future[None]] = []
         try:
-            with suppress(RuntimeError):  # If a thread cannot start, the started ones do its work.
-                for _ in range(min(torch.get_num_threads(), len(blocks))):
-                    tasks.append(pool.submit(run))
-            if not tasks:
-                run()
-            for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
-                task.result()
-        except BaseException:
-            deque(waiting, maxlen=0)  # Empties the iterator, so that no thread begins a block.
-            raise
+            for task in [pool.begin(run) for _ in range(count)]:
+                pool.result(task)
+        finally:
+            deque(waiting, maxlen=0)  # also if Ctrl-C ends the wait for a thread
 
 
 def _row_for(rows: Tensor, name: str, value: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import multiprocessing
 import sys
 import threading
@@ -304,15 +305,15 @@ def test_where_threads_cannot_be_had_the_bits_are_the_same(
     expected = table().fill_(1).init_(init.xavier_uniform_, seed=5)
     made = table().fill_(1)
     torch.set_num_threads(4)
-    real, left = threading.Thread.start, [startable]
+    real, left = _thread.start_new_thread, [startable]
 
-    def start(thread: threading.Thread) -> None:
+    def start(*given: Any) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("can't start new thread")
-        real(thread)
+        return real(*given)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
     made.init_(init.xavier_uniform_, seed=5)
     monkeypatch.undo()
     assert_same_storage(made.record, expected.record)
