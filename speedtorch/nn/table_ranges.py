@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,9 +52,14 @@ class TableRanges:
         self._are_means = [self.tables[k].mean for k, _ in self.features]
         self._ranges: dict[torch.device, Tensor] = {}
         self._means: dict[torch.device, Tensor] = {}
-        self._cache = _IdsCache()
+        self._cache = deque[_Entry](maxlen=_KEPT)
+        """The latest converted ids."""
         self._awaited: list[_Entry] = []
         """Ids of this rank, until their row ids are garbage collected."""
+
+    def __deepcopy__(self, memo: object) -> TableRanges:
+        """Copies the tables without the remembered ids."""
+        return TableRanges(self.tables)
 
     def range_of(self, name: str) -> slice:
         """Returns the rows of a table."""
@@ -72,7 +77,9 @@ class TableRanges:
             return self._made(source.read(device), device)
         # A CUDA graph must convert ids itself, because its inputs change with each replay.
         place = (device, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        known = self._cache.find(source, place)
+        if any(captured != place[1] for _, _, (_, captured), _ in self._cache):
+            self._cache.clear()  # a capture has begun or ended since
+        known = _find(self._cache, source, place)
         if known is None:
             seen = [SeenTensors(source.tensors, device)]
             known = self._made(source.read(device), device)
@@ -168,19 +175,3 @@ def _while_kept(ids: TableIds) -> Callable[[], TableIds | None]:
     """Returns a function that returns `ids` while their row ids are alive elsewhere."""
     rows, bags, jagged = weakref.ref(ids.rows), ids.bags, ids.jagged
     return lambda: None if (kept := rows()) is None else TableIds(kept, bags, jagged)
-
-
-class _IdsCache(deque[_Entry]):
-    """The latest converted ids. A deep copy of a module starts empty."""
-
-    def __init__(self, ids: Iterable[Any] = ()) -> None:
-        super().__init__(ids, maxlen=_KEPT)
-
-    def __deepcopy__(self, memo: object) -> _IdsCache:
-        return _IdsCache()
-
-    def find(self, source: Source, place: _Place) -> TableIds | None:
-        """Returns the row ids of a source if its tensors are known to be unchanged, else None."""
-        if any(captured != place[1] for _, _, (_, captured), _ in self):
-            self.clear()  # a capture has begun or ended since
-        return _find(self, source, place)
