@@ -7,12 +7,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtorch.layers.access_tracker import on_device
 from speedtorch.nn.captured_state import CapturedState, restored_afterwards
 from speedtorch.nn.prefetch import ids_of_modules, modules_with_ids
 from speedtorch.nn.row_module import Lookups, RowModule
@@ -193,11 +194,8 @@ class _Captured(GraphedStep):
                         numbers[name] = _number(value)
         return found
 
-    def _on_device(self, given: Any) -> Any:
-        return given.to(self._device) if _is_tensor(given) else given
-
     def _own(self, given: Any) -> Any:
-        return given.detach().to(self._device, copy=True) if _is_tensor(given) else given
+        return given.detach().to(self._device, copy=True) if isinstance(given, Tensor) else given
 
     def _train(self, batch: tuple[Any, ...], following: Mapping[RowModule, Any]) -> Any:
         if not self._fits(batch):
@@ -210,14 +208,14 @@ class _Captured(GraphedStep):
                     " that changes as a tensor.",
                     stacklevel=3,
                 )
-            return _without_nodes(self._step(*tree_map(self._on_device, batch)))
+            return _without_nodes(self._step(*on_device(batch, self._device)))
         self._unlike = 0
         with as_plain():
             for replays in self._replays:
                 replays.before()
         self._state.before_replay()
         for own, given in zip(tree_leaves(self._inputs), tree_leaves(batch), strict=True):
-            if _is_tensor(own):
+            if isinstance(own, Tensor):
                 _send(given, own)
         self._foresee(following)
         compared: set[object] = set()
@@ -289,11 +287,7 @@ def _explained() -> Iterator[None]:
 
 def _without_nodes(result: Any) -> Any:
     """Detaches the tensors of a step's result from autograd."""
-    return tree_map(lambda value: value.detach() if _is_tensor(value) else value, result)
-
-
-def _is_tensor(given: Any) -> TypeGuard[Tensor]:
-    return isinstance(given, Tensor)
+    return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, result)
 
 
 def _send(given: Tensor, own: Tensor) -> None:
@@ -305,7 +299,7 @@ def _send(given: Tensor, own: Tensor) -> None:
 
 
 def _alike(own: Any, given: Any) -> bool:
-    if not _is_tensor(own):
+    if not isinstance(own, Tensor):
         return type(own) is type(given) and bool(own == given)
     return isinstance(given, Tensor) and (own.shape, own.dtype) == (given.shape, given.dtype)
 

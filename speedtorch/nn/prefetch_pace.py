@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from speedtorch.layers.module_hook import weak_call
 from speedtorch.nn.row_module import RowModule
 
 __all__ = ["AHEAD", "AT_ONCE", "Constant", "MeasuredPace", "Pace", "pace_of"]
@@ -162,12 +163,5 @@ def pace_of(modules: Sequence[RowModule]) -> Pace:
     if len(devices) > 1 or not lookups.can_agree:
         return AHEAD
     if (first := modules[0]) not in _measured:
-        agree = weakref.WeakMethod(lookups.agree_on_pace)
-        _measured[first] = MeasuredPace(lambda seconds: _alive(agree)(seconds))
+        _measured[first] = MeasuredPace(weak_call(lookups.agree_on_pace))
     return _measured[first]
-
-
-def _alive(agree: Callable[[], Agree | None]) -> Agree:
-    found = agree()
-    assert found is not None  # the loop's module has it
-    return found
