@@ -59,6 +59,17 @@ def test_features_lie_where_offset_per_key_says(names: tuple[str, ...], device: 
         assert values.data_ptr() == found["user"].data_ptr()
 
 
+@pytest.mark.parametrize("reading", [torch.no_grad, torch.inference_mode])
+def test_values_that_were_read_without_gradients_have_a_gradient_later(reading: Any) -> None:
+    ours = bags()
+    found = ours(KeyedIds.of(BAGS))
+    with reading():
+        found.values().norm()
+    found.values().square().sum().backward()
+    for name in TABLES:
+        assert ours.group_of(name).weight.grad.abs().sum() > 0
+
+
 @GROUPS
 def test_a_result_moves_to_a_device_with_its_gradient(names: tuple[str, ...], device: str) -> None:
     ours = bags(names)
