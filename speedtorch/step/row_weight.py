@@ -101,6 +101,8 @@ class RowWeight(Tensor):
     """The view functions from all rows to these elements, in order."""
     _count: int
     """The number of rows of the table when this tensor was made."""
+    _assigned: int
+    """The value of `_rows.assigned` when this tensor was made."""
     _is_compact = False
     """Whether the views need rows without gaps; host records have state between them."""
 
@@ -130,7 +132,7 @@ class RowWeight(Tensor):
         )
         forbid_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
-        vars(made).update(own, _count=rows.table.whole_rows)
+        vars(made).update(own, _count=rows.table.whole_rows, _assigned=rows.assigned)
         return made
 
     @classmethod
@@ -209,6 +211,20 @@ class RowWeight(Tensor):
                 f" {device}, requires_grad={self.requires_grad}"
             )
 
+    def check_age(self) -> None:
+        """Raises an error if the rows were resized, or the weight's data assigned, since then."""
+        if self._count != self._rows.table.whole_rows:
+            raise RuntimeError(
+                f"{self._rows.name}: this view of its weight or optimizer state is older than"
+                " resize(). Read it from emb.weight or optimizer.state again."
+            )
+        if self._field == "weight" and self._assigned != self._rows.assigned:
+            raise NotImplementedError(
+                f"{self._rows.name}: this view of its weight is older than an assignment to"
+                " weight.data, which overwrote its values. In torch the view keeps them. Keep a"
+                " copy instead, such as backup = weight.data.clone()."
+            )
+
     def _elements(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
         """Returns the elements of this view, in the table's memory.
 
@@ -217,11 +233,7 @@ class RowWeight(Tensor):
         """
         memory = {} if memory is None else memory
         key = self._rows, self._field
-        if self._count != self._rows.table.whole_rows:
-            raise RuntimeError(
-                f"{self._rows.name}: this view of its weight or optimizer state is older than"
-                " resize(). Read it from emb.weight or optimizer.state again."
-            )
+        self.check_age()
         if key not in memory:
             rows = self._rows.memory(self._field)
             memory[key] = rows.contiguous() if is_compact or self._is_compact else rows
@@ -278,6 +290,7 @@ class _LookedUp(Tensor):
         return made
 
     def _now(self) -> Tensor:
+        self._of.check_age()
         return self if self._when == self._of._rows.rows_version() else self._again()
 
     @classmethod
@@ -409,6 +422,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str 
     ):
         with as_plain():
             return func(*args, **kwargs)
+    for leaf in weights:
+        leaf.check_age()
     if getattr(func, "__module__", "") == nn.init.__name__:
         return _initialised(func, args, kwargs)
     if name in ("detach", "alias"):
@@ -622,13 +637,17 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
             return weight.detach()
         value = args[1]
         if isinstance(value, RowWeight) and value._rows is weight._rows and not value._path:
+            value.check_age()
             return None  # weight.data *= 2 assigns the tensor that it has changed in place
         with as_plain():
             fits = value.shape == weight.shape and value.dtype == weight.dtype
         if weight._rows._weight() is not weight or not fits:
             reason = "only the weight itself accepts values, of its shape and dtype"
             raise _refused(weight, "assigning the data of", reason, "weight.data.copy_(values)")
-        return _load(weight, value)
+        _load(weight, value)
+        weight._rows.assigned += 1
+        vars(weight)["_assigned"] = weight._rows.assigned
+        return None
     if name == "requires_grad" and access == "__set__":
         _require_gradient(weight, args[1])
         return None

@@ -450,6 +450,47 @@ def test_a_row_that_was_looked_up_before_a_step_has_the_values_after_it(
     assert_same_bytes(rows_of(module)[3], expected)
 
 
+OLD_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "weight.data": lambda weight: weight.data,
+    "weight.detach()": Tensor.detach,
+    "weight.data[2:4]": lambda weight: weight.data[2:4],
+    "weight[3]": lambda weight: weight[3],
+}
+OLD_VIEW_USES: dict[str, Callable[[Tensor], object]] = {
+    "clone": torch.clone,
+    "data": lambda view: view.data,
+    "sum without gradients": torch.no_grad()(torch.sum),
+    "index": lambda view: view[torch.tensor([0])],
+    "write": lambda view: view.data.zero_(),
+    "source of a copy": torch.no_grad()(lambda view: torch.zeros(view.shape).copy_(view)),
+}
+
+
+@pytest.mark.parametrize("use", OLD_VIEW_USES.values(), ids=OLD_VIEW_USES)
+@pytest.mark.parametrize("view", OLD_VIEWS.values(), ids=OLD_VIEWS)
+def test_a_view_from_before_data_was_assigned_raises_at_its_use(
+    module: speedtorch.Embedding, view: Any, use: Any
+) -> None:
+    backup = view(module.weight)
+    module.weight.data = torch.ones(ROWS, WIDTH, device=module.weight.device)
+    with pytest.raises(NotImplementedError, match=r"backup = weight\.data\.clone\(\)"):
+        use(backup)
+    assert bool((rows_of(module) == 1).all())
+    use(view(module.weight))
+
+
+def test_averaged_rows_are_assigned_and_rows_that_were_kept_are_assigned_again(
+    module: speedtorch.Embedding,
+) -> None:
+    average, weight = torch.ones(ROWS, WIDTH, device=module.weight.device), module.weight
+    kept, backup = weight.data, weight.data.clone()
+    weight.data = average
+    with pytest.raises(NotImplementedError, match="older than an assignment"):
+        weight.data = kept  # torch would assign the old rows
+    weight.data = backup
+    assert_same_bytes(rows_of(module), first_rows())
+
+
 def init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.weight.data.normal_(mean=3.0, std=0.01)
