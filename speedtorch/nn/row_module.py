@@ -57,6 +57,9 @@ RowsOrPath = Rows | str | os.PathLike[str]
 """Rows, or the path of a saved file with rows."""
 Device = str | int | torch.device | None
 
+_FIXED = frozenset({"padding_idx", "stored", "rounding"})
+"""Attributes that may not change after construction."""
+
 _Self = TypeVar("_Self", bound="RowModule")  # typing.Self needs Python 3.11.
 
 
@@ -233,6 +236,16 @@ class RowModule(nn.Module):
             with torch.no_grad():
                 self.trained_rows.fields.load("weight", dense(_weight))
         watch_steps()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; raises NotImplementedError for one that only the constructor reads."""
+        if name in _FIXED and vars(self).get(name, value) != value:
+            raise NotImplementedError(
+                f"{self._label()}: {name} cannot be changed from {vars(self)[name]!r} to {value!r},"
+                " because the rows were made with it. Build another module with"
+                f" {name}={value!r}, and load the state_dict() of this one."
+            )
+        super().__setattr__(name, value)
 
     def _label(self) -> str:
         """The module's name in error messages."""

@@ -181,6 +181,21 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"Adam is not attached. Pass detach\(\) the optimizer that was passed to attach",
     ),
+    (
+        lambda: setattr(speedtorch.Embedding(10, 4), "padding_idx", 3),
+        NotImplementedError,
+        "Embedding: padding_idx cannot be changed from None to 3, .* with padding_idx=3, and load",
+    ),
+    (
+        lambda: setattr(speedtorch.EmbeddingBag(10, 4, padding_idx=-1), "padding_idx", None),
+        NotImplementedError,
+        "EmbeddingBag: padding_idx cannot be changed from 9 to None",
+    ),
+    (
+        lambda: setattr(speedtorch.Embedding(10, 4, stored=torch.bfloat16), "rounding", "nearest"),
+        NotImplementedError,
+        "rounding cannot be changed from 'stochastic' to 'nearest'",
+    ),
     (closed, ValueError, r"this table is closed\. Close a table after its last use"),
 ]
 
