@@ -147,6 +147,7 @@ class WholeWeight(ClaimedRows):
                     table.close()
 
     def _follow_table(self, follow: Callable[[], object]) -> None:
+        self.parameter_view.note_none()  # a gradient of zeros has the rows of before
         self.exchange.begin_empty()
         weight = self.weight
         weight.data = self.weight_on(self.parameter.device)

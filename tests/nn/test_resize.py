@@ -237,6 +237,20 @@ def test_rows_are_added_again_and_again_before_and_after_attach() -> None:
     assert_same_content(everything(embedding, optimizer), everything(larger, reference))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gradient_of_zeros_is_dropped(sparse: bool) -> None:
+    embedding = speedtorch.Embedding(OLD, DIM, sparse=sparse)
+    sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    sgd.step()
+    sgd.zero_grad(set_to_none=False)
+    kept = embedding.weight.grad
+    embedding.resize(NEW)
+    assert embedding.weight.grad is None and kept is not None and len(kept) == OLD
+    embedding(torch.tensor([NEW - 1])).sum().backward()
+    assert embedding.weight.grad.to_dense().sum(1).tolist() == [0.0] * (NEW - 1) + [DIM]
+
+
 def test_a_bag_and_a_frozen_table_get_more_rows() -> None:
     bag = speedtorch.EmbeddingBag(OLD, DIM, _weight=rows_at_first(), mode="sum")
     bag.resize(NEW, rows=NEW_ROWS)
