@@ -22,7 +22,7 @@ from speedtorch.nn.jagged import (
     Source,
     read_features,
 )
-from speedtorch.nn.row_module import Device, RowModule, RowsOrPath, loadable, opened
+from speedtorch.nn.row_module import Device, RowModule, RowsOrPath, loadable, opened, recorded
 from speedtorch.nn.shared_lookups import fail, together, trained
 from speedtorch.nn.table_config import Table
 from speedtorch.nn.table_group import TableGroup
@@ -144,16 +144,6 @@ class TableCollection(nn.Module):
                     weights = source.weights(ids.rows.device)
                 found.append((ids, group.look_up(ids, weights, pooled=self._pooled)))
         return found
-
-    def _recorded(self, features: torch.fx.Proxy) -> Any:
-        """Records a lookup under torch.fx as a call_module node, like a module of torch.nn."""
-        tracer: Any = features.tracer
-        if tracer.root is self:
-            raise NotImplementedError(
-                f"{type(self).__name__}: torch.fx cannot trace a lookup, because the tables are in"
-                " host memory. Trace a model that contains the collection."
-            )
-        return tracer.create_proxy("call_module", tracer.path_of_module(self), (features,), {})
 
     def ids_by_module(
         self, features: Features | Sequence[Features]
@@ -430,7 +420,7 @@ class EmbeddingBagCollection(TableCollection):
             RuntimeError, NotImplementedError: See Embedding.
         """
         if isinstance(features, torch.fx.Proxy):
-            return cast(KeyedFeatures, self._recorded(features))
+            return cast(KeyedFeatures, recorded(self, features))
         if torch.compiler.is_dynamo_compiling():
             return _pooled_not_compiled(self, features)
         return KeyedFeatures(self._columns, [found for _, found in self._looked_up(features)])
@@ -526,7 +516,7 @@ class EmbeddingCollection(TableCollection):
             See EmbeddingBagCollection. rows() raises ValueError if tables differ in columns.
         """
         if isinstance(features, torch.fx.Proxy):
-            return cast(RowsByFeature, self._recorded(features))
+            return cast(RowsByFeature, recorded(self, features))
         if torch.compiler.is_dynamo_compiling():
             return _rows_not_compiled(self, features)
         found = self._looked_up(features)

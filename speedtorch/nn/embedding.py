@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows
+from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows, recorded
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
@@ -139,6 +139,8 @@ class Embedding(RowModule, nn.Embedding):
             NotImplementedError: In torch.export, torch.jit, ONNX export or torch.func.
             ValueError: The table is closed.
         """
+        if isinstance(input, torch.fx.Proxy):
+            return cast(Tensor, recorded(self, input))
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input)
         with as_plain():

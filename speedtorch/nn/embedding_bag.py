@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtorch.memory.placement import MemoryKind
-from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows
+from speedtorch.nn.row_module import Device, RowModule, Rows, RowsOrPath, made_of_rows, recorded
 from speedtorch.step.rounding import RoundingMode, StoredAs
 from speedtorch.torch_internals import as_plain, not_compiled
 
@@ -123,6 +123,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             NotImplementedError: per_sample_weights without mode="sum", or as for Embedding.
             IndexError: As for Embedding.
         """
+        if isinstance(input, torch.fx.Proxy):
+            return cast(Tensor, recorded(self, input, offsets, per_sample_weights))
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input, offsets, per_sample_weights)
         with as_plain():

@@ -50,7 +50,16 @@ from speedtorch.torch_internals import (
     is_transformed,
 )
 
-__all__ = ["Device", "RowModule", "Rows", "RowsOrPath", "loadable", "made_of_rows", "opened"]
+__all__ = [
+    "Device",
+    "RowModule",
+    "Rows",
+    "RowsOrPath",
+    "loadable",
+    "made_of_rows",
+    "opened",
+    "recorded",
+]
 
 Rows = Tensor | HostTable
 RowsOrPath = Rows | str | os.PathLike[str]
@@ -907,6 +916,20 @@ class RowModule(nn.Module):
             f"{type(self).__name__}: DataParallel would copy its rows to every GPU. Use one GPU, or"
             " speedtorch.shard() in processes that torchrun starts."
         )
+
+
+def recorded(module: nn.Module, first: torch.fx.Proxy, *rest: object) -> Any:
+    """Records a lookup under torch.fx as a call_module node, like a module of torch.nn."""
+    tracer: Any = first.tracer
+    # The node calls the whole forward(), also that of a subclass.
+    is_part = type(module).forward.__module__.partition(".")[0] != __package__.partition(".")[0]
+    if tracer.root is module or is_part:
+        raise NotImplementedError(
+            f"{type(module).__name__}: torch.fx cannot trace a lookup, because its table is in host"
+            f" memory. Trace a model that contains the {type(module).__name__}. If a subclass has"
+            " its own forward(), make the subclass a leaf in Tracer.is_leaf_module()."
+        )
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (first, *rest), {})
 
 
 def made_of_rows(cls: type[_Self], embeddings: RowsOrPath, freeze: bool, **given: Any) -> _Self:

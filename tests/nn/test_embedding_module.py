@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import NEEDS_GPU
-from reference import assert_same_content
+from reference import assert_same_bytes, assert_same_content
 from torch import Tensor, nn
 
 import speedtorch
@@ -193,6 +193,30 @@ def test_one_graph_of_a_lookup_is_refused_by_name() -> None:
         Exception, match="number of rows changes from step to step|Embedding.forward"
     ):
         model(IDS)
+
+
+class Scaled(speedtorch.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_traced_model_calls_its_modules() -> None:
+    class Model(nn.Module):
+        def __init__(self, words: nn.Module) -> None:
+            super().__init__()
+            self.words, self.bags = words, speedtorch.EmbeddingBag(ROWS, WIDTH, mode="sum")
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            found: Tensor = self.words(ids[:1]) * self.bags(ids, offsets=offsets)
+            return found * 2
+
+    model = Model(speedtorch.Embedding(ROWS, WIDTH))
+    ids, offsets = torch.tensor([3, 1, 3]), torch.tensor([0, 2])
+    traced = torch.fx.symbolic_trace(model)
+    assert_same_bytes(traced(ids, offsets).detach(), model(ids, offsets).detach())
+    for refused in (model.words, model.bags, Model(Scaled(ROWS, WIDTH))):
+        with pytest.raises(NotImplementedError, match="torch.fx cannot trace a lookup"):
+            torch.fx.symbolic_trace(refused)
 
 
 @NEEDS_GPU
