@@ -268,6 +268,8 @@ class ParameterView:
             tensor.content.keep(ids, values)
             tensor.content.set_fill(0.0, ())
         known = ids if isinstance(ids, Tensor) else None
+        if is_sum:
+            increment_versions((tensor,))  # as in torch, graphs that have saved it are invalid
         if is_sum and dense is not None and known is not None:
             with torch.no_grad():
                 dense.index_copy_(0, known, values[: len(known)])

@@ -350,6 +350,20 @@ def test_a_kept_gradient_remains_the_gradient_of_the_weight_as_in_torch(
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("ids", [IDS, IDS - 1], ids=["same rows", "other rows"])
+def test_a_graph_of_a_gradient_that_a_later_backward_has_changed_raises(
+    module: speedtorch.Embedding, ids: Tensor
+) -> None:
+    for each in (nn.Embedding(ROWS, WIDTH, device=module.weight.device), module):
+        weight: Any = each.weight
+        each(IDS.to(weight.device)).sum().backward()
+        factor = torch.ones(ROWS, WIDTH, device=weight.device, requires_grad=True)
+        product = (weight.grad * factor).sum()
+        each(ids.to(weight.device)).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1], ids=str)
 def test_a_row_that_is_not_there_is_an_index_error(
     module: speedtorch.Embedding, index: int
