@@ -149,7 +149,9 @@ class ParameterView:
         if state is not None:
             state.hold(step.rows[1:])
         parameter.grad = step.gradient
-        if self.shown is not None and step.gradient is not self.shown.gradient:
+        if (shown := self.shown) is not None and step.gradient is not shown.gradient:
+            if step.gradient is None and shown.dense is not None and not bool(shown.dense.any()):
+                self.shows_zeros = True  # zero_grad(set_to_none=False) cannot be seen in zeros
             self.follow(step.ids)
         self.mark()
         self.rows = step.rows

@@ -350,6 +350,18 @@ def test_a_kept_gradient_remains_the_gradient_of_the_weight_as_in_torch(
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
+def test_an_assigned_gradient_of_zeros_remains_after_a_step(module: speedtorch.Embedding) -> None:
+    """zero_grad(set_to_none=False) does not change it."""
+    found = []
+    for each in (module, nn.Embedding(ROWS, WIDTH)):
+        weight: Any = each.weight
+        weight.grad = gradient = torch.zeros(ROWS, WIDTH, device=weight.device)
+        step_and_clear(each)
+        assert weight.grad is gradient
+        found.append(gradient.cpu())
+    assert torch.equal(*found) and found[0].any()
+
+
 @pytest.mark.parametrize("ids", [IDS, IDS - 1], ids=["same rows", "other rows"])
 def test_a_graph_of_a_gradient_that_a_later_backward_has_changed_raises(
     module: speedtorch.Embedding, ids: Tensor
