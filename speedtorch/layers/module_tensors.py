@@ -217,11 +217,13 @@ class ModuleTensors:
         if before is not None and is_functional_call():
             return TensorIndex(*own, before)
         self._index = index = TensorIndex(*own)
-        for tensor in () if before is None else before.own.values():
-            if _owner_of(tensor) is self:
-                del _owners[tensor]
+        removed = {} if before is None else {id(tensor): tensor for tensor in before.own.values()}
         for tensor in index.own.values():
             _owners[tensor] = weakref.ref(self)
+            removed.pop(id(tensor), None)
+        for tensor in removed.values():
+            if _owner_of(tensor) is self:
+                del _owners[tensor]
         self._on_replaced()
         return index
 
