@@ -322,8 +322,8 @@ class ParameterView:
             self.is_sum = True
         return added if self.is_sum else _divided(added, self.divisor)
 
-    def divide(self) -> None:
-        """Divides the gradient if it is a sum that is not divided yet."""
+    def divide(self, ids: Tensor | Callable[[], Tensor]) -> None:
+        """Divides the gradient of the rows `ids` if it is a sum that is not divided yet."""
         if not self.is_sum:
             return
         with as_plain():  # a read of the weight's gradient would divide it, too
@@ -331,6 +331,8 @@ class ParameterView:
             if self.has_gradient() and (gradient := self.parameter.grad) is not None:
                 self.parameter.grad = _divided(gradient, self.divisor)
                 self.is_sum = False
+                if self.shown is not None:
+                    self.follow(ids)
 
     def divide_by(self, count: int) -> None:
         """Sets the number by which each gradient sum is divided, once."""

@@ -73,7 +73,7 @@ class SteppedRows:
             view.drop_zeros()
             gradient = parameter.grad
         if gradient is not None:
-            view.divide()
+            view.divide(held.memory.ids_of(now))
             gradient = parameter.grad
         state = view.attached.state
         if state is not None and state.sparse and gradient is not None:

@@ -245,7 +245,7 @@ class WholeWeight(ClaimedRows):
         if view.rows is not now.rows:
             view.show(now)
         if view.is_sum:
-            view.divide()
+            view.divide(self.exchange.memory.ids_of(now))
         return self.parameter.grad
 
     def weight_gradient(self) -> Tensor | None:

@@ -152,6 +152,26 @@ def test_lookups_of_the_weight_are_trained_by_global_ids(name: str) -> None:
     assert_same_rows(ours, theirs, name)
 
 
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_a_kept_gradient_remains_the_average_of_the_ranks(capacity: int | None) -> None:
+    pair: list[Any] = []
+    for module in (speedtorch.Embedding(ROWS, WIDTH, capacity=capacity), nn.Embedding(ROWS, WIDTH)):
+        model: Any = nn.Sequential(module)
+        if not pair:
+            shard(model)
+        model.load_state_dict({"0.weight": whole_rows()})
+        optimizer = optim.SGD(model.parameters(), lr=0.5)
+        kept: Any = None
+        for number in range(3):
+            model[0](IDS - number).sum().backward()
+            kept = model[0].weight.grad if kept is None else kept
+            kept.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        pair.append(model)
+    assert_same_rows(*pair, "kept")
+
+
 def test_every_function_of_torch_treats_all_elements_alike_or_raises() -> None:
     """None reads or writes the rows of one rank for those of all."""
     ours, _ = made()
