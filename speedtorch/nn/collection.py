@@ -420,7 +420,7 @@ class EmbeddingBagCollection(TableCollection):
             RuntimeError, NotImplementedError: See Embedding.
         """
         if isinstance(features, torch.fx.Proxy):
-            return cast(KeyedFeatures, recorded(self, features))
+            return cast(KeyedFeatures, recorded(self, EmbeddingBagCollection.forward, features))
         if torch.compiler.is_dynamo_compiling():
             return _pooled_not_compiled(self, features)
         return KeyedFeatures(self._columns, [found for _, found in self._looked_up(features)])
@@ -516,7 +516,7 @@ class EmbeddingCollection(TableCollection):
             See EmbeddingBagCollection. rows() raises ValueError if tables differ in columns.
         """
         if isinstance(features, torch.fx.Proxy):
-            return cast(RowsByFeature, recorded(self, features))
+            return cast(RowsByFeature, recorded(self, EmbeddingCollection.forward, features))
         if torch.compiler.is_dynamo_compiling():
             return _rows_not_compiled(self, features)
         found = self._looked_up(features)

@@ -140,7 +140,7 @@ class Embedding(RowModule, nn.Embedding):
             ValueError: The table is closed.
         """
         if isinstance(input, torch.fx.Proxy):
-            return cast(Tensor, recorded(self, input))
+            return cast(Tensor, recorded(self, Embedding.forward, input))
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input)
         with as_plain():

@@ -124,7 +124,8 @@ class EmbeddingBag(RowModule, nn.EmbeddingBag):
             IndexError: As for Embedding.
         """
         if isinstance(input, torch.fx.Proxy):
-            return cast(Tensor, recorded(self, input, offsets, per_sample_weights))
+            forward = EmbeddingBag.forward
+            return cast(Tensor, recorded(self, forward, input, offsets, per_sample_weights))
         if torch.compiler.is_dynamo_compiling():
             return _not_compiled(self, input, offsets, per_sample_weights)
         with as_plain():

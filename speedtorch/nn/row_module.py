@@ -918,12 +918,16 @@ class RowModule(nn.Module):
         )
 
 
-def recorded(module: nn.Module, first: torch.fx.Proxy, *rest: object) -> Any:
-    """Records a lookup under torch.fx as a call_module node, like a module of torch.nn."""
+def recorded(
+    module: nn.Module, forward: Callable[..., Any], first: torch.fx.Proxy, *rest: object
+) -> Any:
+    """Records a lookup under torch.fx as a call_module node, like a module of torch.nn.
+
+    `forward` is the function that is traced. The node calls the module's forward(), which may be
+    that of a subclass.
+    """
     tracer: Any = first.tracer
-    # The node calls the whole forward(), also that of a subclass.
-    is_part = type(module).forward.__module__.partition(".")[0] != __package__.partition(".")[0]
-    if tracer.root is module or is_part:
+    if tracer.root is module or type(module).forward is not forward:
         raise NotImplementedError(
             f"{type(module).__name__}: torch.fx cannot trace a lookup, because its table is in host"
             f" memory. Trace a model that contains the {type(module).__name__}. If a subclass has"
