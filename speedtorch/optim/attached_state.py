@@ -115,18 +115,29 @@ class AttachedState(StepState):
                     " the class and with the settings that made the unexpected state."
                 )
 
+    @property
+    def _has_state(self) -> bool:
+        """Whether the constructor or a step has made state, or other processes may have."""
+        if self._has_stepped or self.entries():
+            return True
+        return any(map(self.table_rows.fields.is_shared, self.names))
+
+    def _with_scalars(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        entries = self.entries()
+        return {**self._missing(entries), **entries, **rows}
+
     def to_write(self) -> dict[str, Any] | None:
         """Returns writable state of all rows in the table's memory, or None if no state exists.
 
         The caller writes to the state and then calls was_written().
         """
         self.check_kept()
-        if not self._has_stepped and not self.entries():
+        if not self._has_state:
             return None
         self._take_given()
         self.table_rows.flush()
         rows = {name: self.table_rows.fields.in_place(name) for name in self.names}
-        return {**self.entries(), **rows}
+        return self._with_scalars(rows)
 
     def was_written(self, entries: Mapping[str, Any]) -> None:
         """Adopts the scalars of `entries`; rows on the GPU are read again before their next use."""
@@ -135,13 +146,13 @@ class AttachedState(StepState):
         self.table_rows.flush()
 
     def saved(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Returns the state of all rows, or None before the constructor or a step has made it.
+        """Returns the state of all rows, or None if no state exists.
 
         The state is a contiguous copy, or a view if WholeFields.saved() does not copy. On strided
         memory torch computes with other instructions, which may round the last bits differently.
         """
         self.complete()
-        if not self._has_stepped and not self.entries():
+        if not self._has_state:
             return None
         self._take_given()
         with reading_state():
@@ -153,7 +164,7 @@ class AttachedState(StepState):
         fused = parameter.is_cpu and group_of(optimizer, parameter).get("fused")
         if fused or {field.dtype for field in rows.values()} - {parameter.dtype}:
             rows = {name: _in_own_memory(field) for name, field in rows.items()}
-        return {**self.entries(), **rows}
+        return self._with_scalars(rows)
 
     def check(self, entries: dict[str, Any]) -> None:
         """Raises ValueError unless `entries` hold loadable state of all rows."""
@@ -211,9 +222,7 @@ class AttachedState(StepState):
             elif not was_read:
                 fill(name, row.cpu())
         self._counts_anew = was_read and entries is None and bool(self.probe.scalar_state)
-        # Other processes may have stepped shared state, which state_dict() must then contain.
-        is_shared = any(map(self.table_rows.fields.is_shared, self.names))
-        self._set_stepped(was_read or is_shared or entries is not None)
+        self._set_stepped(was_read or entries is not None)
 
 
 def _in_own_memory(field: Tensor) -> Tensor:

@@ -304,6 +304,18 @@ def test_an_optimizer_that_has_not_stepped_saves_shared_state(tmp_path: Path) ->
     assert expected.any() and torch.equal(table["exp_avg"], expected)
 
 
+def test_settings_that_need_other_first_state_raise_before_the_first_step() -> None:
+    table = HostTable(9, 2, state=["prev", "step_size"], memory="shared")
+    module = speedtorch.Embedding.from_pretrained(table, freeze=False)
+    optimizer = torch.optim.Rprop(module.parameters(), lr=0.01)
+    speedtorch.attach(optimizer, module)
+    optimizer.param_groups[0]["lr"] = 0.1  # at which plain torch would begin
+    module(torch.tensor([3])).sum().backward()
+    with pytest.raises(RuntimeError, match="'step_size' of this shared table was initialized with"):
+        optimizer.step()
+    assert not module.weight.detach().any()
+
+
 def test_loading_a_fresh_state_begins_it_anew_for_all_processes() -> None:
     table = small(state=("sum",))
     module = speedtorch.Embedding.from_pretrained(table, freeze=False)
