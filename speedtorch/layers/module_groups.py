@@ -252,12 +252,11 @@ class ModuleGroups:
     @property
     @untracked
     def has_new_tensors(self) -> bool:
-        """Whether parameters or buffers were added, replaced, renamed or removed since an eviction.
+        """Whether parameters or buffers were added, replaced or renamed since the last eviction.
 
-        Autograd must not save new ones before an eviction, because they are not in the buffer yet.
-        Copies of the buffer would overwrite removed ones.
+        Autograd must not save them before an eviction, because they are not in the buffer yet.
         """
-        return not self.own.has_exactly(self._tensors.current.own)
+        return not self.own.has_all(self._tensors.current.own)
 
     def held_by(self) -> list[str]:
         """Descriptions of views that the program holds, which keep device memory allocated."""

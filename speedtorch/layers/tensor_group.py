@@ -70,11 +70,9 @@ class TensorGroup:
         """Whether a tensor lies in the place of a name, in either memory."""
         return self.buffer.where({name: tensor})[name] is not None
 
-    def has_exactly(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether each tensor has moved under its name before, and no other tensor has a place."""
-        if not all(self._is_placed(name, tensor) for name, tensor in tensors.items()):
-            return False
-        return not self._is_replaced(tensors, {})
+    def has_all(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether each tensor has moved under its name before."""
+        return all(self._is_placed(name, tensor) for name, tensor in tensors.items())
 
     def _is_placed(self, name: str, tensor: Tensor) -> bool:
         placed = self._placed.get(name)

@@ -126,10 +126,12 @@ def test_modules_shared_with_other_processes_are_trained(
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize("is_evicted", [False, True])
 @pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
 def test_parameters_taken_out_of_a_module_are_the_programs(
-    replaced: bool, is_evicted: bool, auto: bool, device: str
+    saves: bool, replaced: bool, is_evicted: bool, auto: bool, device: str
 ) -> None:
-    models = Pair(linears(2), device, partial(SGD, lr=0.125, momentum=0.5))
+    kind, budget = partial(SGD, lr=0.125, momentum=0.5), "3.5KiB" if auto else None  # one module
+    models = Pair(nn.Sequential(linears(2), linears(2)), device, kind, budget=budget)
     x = torch.ones(1, 4, device=device)
     taken: list[nn.Parameter] = []
 
@@ -143,18 +145,20 @@ def test_parameters_taken_out_of_a_module_are_the_programs(
         swapper = models.swapper
         with nullcontext() if auto else swapper.use(*swapper.modules):
             models.train(loss)
+        if saves:
+            models.made.state_dict()  # writes changes back
 
     with models.swapper.auto() if auto else nullcontext():
         step()
         if is_evicted:
             models.swapper.evict()
         for model, optimizer in models:
-            taken.append(model[0].bias)
-            model[0].bias = None
+            layer = model[0][0]
+            taken.append(layer.bias)
+            layer.bias = None
             if replaced:
-                made = torch.full((4,), 0.5, device=model[0].weight.device)
-                model[0].bias = nn.Parameter(made)
-                optimizer.add_param_group({"params": [model[0].bias]})
+                layer.bias = nn.Parameter(torch.full((4,), 0.5, device=layer.weight.device))
+                optimizer.add_param_group({"params": [layer.bias]})
         for _ in range(3):
             step()
         assert torch.equal(taken[0].to(device), taken[1])
