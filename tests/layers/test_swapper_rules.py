@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import speedtorch
 from speedtorch import GradScaler
 from speedtorch.layers import Swapper
+from speedtorch.layers.module_tensors import is_offloaded
 from speedtorch.layers.offloaded_module import OffloadedModule
 from speedtorch.layers.tensor_group import TensorGroup
 
@@ -166,6 +167,7 @@ def test_parameters_taken_out_of_a_module_are_the_programs(
         step()
         assert torch.equal(taken[0].to(device), taken[1])
         models.assert_same()
+        assert not is_offloaded(taken[0])
 
 
 @dataclasses.dataclass(frozen=True)
