@@ -350,6 +350,20 @@ def test_a_kept_gradient_remains_the_gradient_of_the_weight_as_in_torch(
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
+def test_an_assigned_gradient_of_another_module_remains_its_own(
+    module: speedtorch.Embedding,
+) -> None:
+    other: Any = speedtorch.Embedding(ROWS, WIDTH, device=module.weight.device)
+    module(IDS.to(module.weight.device)).sum().backward()
+    gradient: Any = module.weight.grad
+    before = gradient.to_dense()
+    other.weight.grad = gradient
+    train_more(other)
+    other.weight.grad.mul_(2)
+    assert module.weight.grad is gradient
+    assert torch.equal(gradient.to_dense(), before)
+
+
 def test_an_assigned_gradient_of_zeros_remains_after_a_step(module: speedtorch.Embedding) -> None:
     """zero_grad(set_to_none=False) does not change it."""
     found = []
