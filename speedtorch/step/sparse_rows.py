@@ -204,6 +204,23 @@ class SparseRows(Tensor):
         ids = torch.empty(0, dtype=torch.int64, device=like.device)
         return SparseRows.of(rows, RowContent(ids, like[:0].detach().clone(), fill))
 
+    @property
+    def data(self) -> Tensor:
+        """The same elements without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copies `value` to all elements; torch's own setter would have no effect."""
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise RuntimeError(
+                f"{self!r}: attempting to assign data of {[*value.shape]} {value.dtype} on"
+                f" {value.device}"
+            )
+        if getattr(value, "content", None) is not self.content:  # grad.data *= 2 assigns itself
+            with torch.no_grad():
+                self.copy_(value)
+
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """Copies all rows to a dense tensor."""
         return self.content.all_rows(self.shape[0])

@@ -619,6 +619,46 @@ def test_what_a_tensor_of_all_rows_becomes_changes_no_table() -> None:
     assert_same_bytes(module.table["weight"], expected)
 
 
+NEW_DATA: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamped": lambda data: torch.clamp(data, -0.5, 0.5),
+    "scaled": lambda data: data * 0.25,
+    "dense": lambda data: torch.full((ROWS, WIDTH), 0.5, device=data.device),
+    "itself": lambda data: data.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["SGD", "Adagrad"])
+@pytest.mark.parametrize("make", NEW_DATA.values(), ids=NEW_DATA)
+def test_data_assigned_to_the_gradient_is_the_gradient_as_in_torch(
+    make: Callable[[Tensor], Tensor], attached: bool, device: str
+) -> None:
+    theirs = nn.Embedding(ROWS, WIDTH, _weight=first_rows()).to(device)
+    ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), device=device)
+    for module in (theirs, ours):
+        kind = optim.Adagrad if attached else optim.SGD
+        optimizer = kind(module.parameters(), lr=0.5)
+        if module is ours:
+            speedtorch.attach(optimizer, ours)
+        for _ in range(2):
+            module(IDS.to(device)).square().sum().backward()
+            gradient = module.weight.grad
+            assert gradient is not None
+            gradient.data = make(gradient.data)
+            assert module.weight.grad is gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
+def test_data_of_another_shape_or_dtype_is_not_assigned_to_a_gradient() -> None:
+    emb = speedtorch.Embedding(ROWS, WIDTH)
+    emb(IDS).sum().backward()
+    for data in (torch.zeros(WIDTH), torch.zeros(ROWS, WIDTH).double()):
+        with pytest.raises(RuntimeError, match="attempting to assign data of"):
+            emb.weight.grad.data = data
+    assert emb.weight.grad.sum() == len(IDS) * WIDTH
+
+
 def test_a_weight_is_frozen_by_assignment() -> None:
     emb = speedtorch.Embedding(ROWS, WIDTH)
     emb.weight.requires_grad = False
