@@ -894,7 +894,7 @@ class RowModule(nn.Module):
             vars(made)["_cache"] = self._cache.copied(self, memo)
         self.trained_rows.write_back()
         table = self.trained_rows.table.copied()
-        with as_plain():
+        with as_plain(), torch.inference_mode(False):
             held = self.trained_rows.parameter
             parameter = nn.Parameter(held.detach()[:0].clone(), requires_grad=held.requires_grad)
             made._make_rows(table, parameter, self.padding_idx)

@@ -121,15 +121,16 @@ class RowWeight(Tensor):
         if like is None:
             shape, dtype = rows.fields_shape(field)
             like = torch.empty(shape, dtype=dtype, device="meta")
-        made = tensor_without_memory(
-            RowWeight,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=device or rows.parameter.device,
-            requires_grad=requires_grad,
-        )
+        with torch.inference_mode(False):  # torch cannot detach an inference tensor of a subclass
+            made = tensor_without_memory(
+                RowWeight,
+                like.shape,
+                strides=like.stride(),
+                storage_offset=like.storage_offset(),
+                dtype=like.dtype,
+                device=device or rows.parameter.device,
+                requires_grad=requires_grad,
+            )
         forbid_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
         vars(made).update(own, _count=rows.table.whole_rows, _assigned=rows.assigned)
@@ -235,8 +236,9 @@ class RowWeight(Tensor):
         key = self._rows, self._field
         self.check_age()
         if key not in memory:
-            rows = self._rows.memory(self._field)
-            memory[key] = rows.contiguous() if is_compact or self._is_compact else rows
+            with torch.inference_mode(False):  # an inference tensor counts no writes
+                rows = self._rows.memory(self._field)
+                memory[key] = rows.contiguous() if is_compact or self._is_compact else rows
         found = memory[key]
         for view in self._path:
             found = view(found)

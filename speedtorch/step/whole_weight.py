@@ -352,7 +352,7 @@ class WholeWeight(ClaimedRows):
                 self._set_rows_gradient(value)
 
     def _set_rows_gradient(self, value: Tensor) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             view = self.parameter_view
             if isinstance(value, RowWeight):
                 raise NotImplementedError(

@@ -154,6 +154,23 @@ class WithBias(speedtorch.Embedding):
         self.bias = nn.Parameter(torch.ones(width))
 
 
+def test_a_module_is_saved_and_copied_in_inference_mode() -> None:
+    words = speedtorch.Embedding(ROWS, WIDTH)
+    words(IDS).sum().backward()
+    with torch.inference_mode():
+        state = copy.deepcopy(words.state_dict())
+        average = torch.optim.swa_utils.AveragedModel(words)
+        average.update_parameters(words)
+        copies: list[Any] = [copy.deepcopy(words), average.module]
+    after = {"weight": state["weight"].clone()}
+    after["weight"][IDS.unique()] -= IDS.bincount()[IDS.unique(), None]
+    for copied in copies:
+        assert_same_state(copied.state_dict(), state)
+        copied(IDS).sum().backward()
+        torch.optim.SGD(copied.parameters(), lr=1.0).step()
+        assert_same_state(copied.state_dict(), after)
+
+
 def test_a_deep_copy_has_the_other_parameters_of_a_subclass() -> None:
     made = WithBias(ROWS, WIDTH)
     copied = copy.deepcopy(made)

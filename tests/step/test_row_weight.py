@@ -659,6 +659,33 @@ def test_data_of_another_shape_or_dtype_is_not_assigned_to_a_gradient() -> None:
     assert emb.weight.grad.sum() == len(IDS) * WIDTH
 
 
+IN_INFERENCE_MODE: dict[str, Callable[[Tensor], object]] = {
+    "row": lambda weight: weight[3].fill_(7),
+    "rows": lambda weight: weight[2:5].mul_(2),
+    "elements": lambda weight: weight.view(-1)[5:7].zero_(),
+    "columns": lambda weight: weight.t()[1].add_(1),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 2.0),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"stored": torch.bfloat16}], ids=["rows", "16 bits"])
+@pytest.mark.parametrize("write", IN_INFERENCE_MODE.values(), ids=IN_INFERENCE_MODE)
+def test_writes_in_inference_mode_change_the_table(
+    write: Callable[[Tensor], object], settings: dict[str, Any]
+) -> None:
+    ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows(), **settings)
+    speedtorch.attach(optim.Adam(ours.parameters()), ours)
+    expected = ours.weight.detach().clone()
+    with torch.inference_mode():
+        write(ours.weight)
+        write(expected)
+        assert_same_bytes(ours.weight.bfloat16(), expected.bfloat16())
+        ours.weight.detach().clone()
+    ours(IDS).sum().backward()
+    with torch.inference_mode():
+        assert torch.equal(ours.weight.grad.detach()[1], torch.ones(WIDTH))
+
+
 def test_a_weight_is_frozen_by_assignment() -> None:
     emb = speedtorch.Embedding(ROWS, WIDTH)
     emb.weight.requires_grad = False
