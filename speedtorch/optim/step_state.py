@@ -148,12 +148,14 @@ class StepState:
         for name in self.names:
             value = entries.get(name)
             if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
+                value.check_age()
                 continue
             if value is None and not self._has_stepped:
                 continue
             if not isinstance(value, Tensor):
                 raise self._lost(name)
             rows.load(dense(value), name)
+            rows.assigned[name] += 1
             entries[name] = self._of_all(rows, name)
 
     def _follow(self, optimizer: Optimizer) -> None:

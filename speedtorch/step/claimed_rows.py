@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +73,8 @@ class ClaimedRows:
             " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
             " or a torch.nn module that has loaded the state_dict()."
         )
-        self.assigned = 0
-        """The number of assignments to the weight's `data`."""
+        self.assigned = Counter[str]()
+        """The number of assignments of all values by field, such as to the weight's `data`."""
         self.is_released = False
         """Whether the module was deleted, so that a new module may train the rows."""
         if view.parameter.requires_grad and table.writable:
@@ -116,7 +117,7 @@ class ClaimedRows:
 
     def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
         """Attaches a weight of the same shape to these rows."""
-        count, assigned = self.table.whole_rows, self.assigned
+        count, assigned = self.table.whole_rows, self.assigned["weight"]
         vars(weight).update(_rows=self, _lookups=lookups, _count=count, _assigned=assigned)
         self._weight = TensorWeakRef(weight)
         self.weight_reference = self._weight.ref

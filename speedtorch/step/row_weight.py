@@ -102,7 +102,7 @@ class RowWeight(Tensor):
     _count: int
     """The number of rows of the table when this tensor was made."""
     _assigned: int
-    """The value of `_rows.assigned` when this tensor was made."""
+    """The value of `_rows.assigned` for the field when this tensor was made."""
     _is_compact = False
     """Whether the views need rows without gaps; host records have state between them."""
 
@@ -133,7 +133,7 @@ class RowWeight(Tensor):
             )
         forbid_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
-        vars(made).update(own, _count=rows.table.whole_rows, _assigned=rows.assigned)
+        vars(made).update(own, _count=rows.table.whole_rows, _assigned=rows.assigned[field])
         return made
 
     @classmethod
@@ -213,17 +213,18 @@ class RowWeight(Tensor):
             )
 
     def check_age(self) -> None:
-        """Raises an error if the rows were resized, or the weight's data assigned, since then."""
+        """Raises an error if the rows were resized, or all values assigned, since then."""
         if self._count != self._rows.table.whole_rows:
             raise RuntimeError(
                 f"{self._rows.name}: this view of its weight or optimizer state is older than"
                 " resize(). Read it from emb.weight or optimizer.state again."
             )
-        if self._field == "weight" and self._assigned != self._rows.assigned:
+        if self._assigned != self._rows.assigned[field := self._field]:
+            place = "weight.data" if field == "weight" else f"optimizer.state[weight][{field!r}]"
             raise NotImplementedError(
-                f"{self._rows.name}: this view of its weight is older than an assignment to"
-                " weight.data, which overwrote its values. In torch the view keeps them. Keep a"
-                " copy instead, such as backup = weight.data.clone()."
+                f"{self._rows.name}: this view of its {field} is older than an assignment to"
+                f" {place}, which overwrote its values. In torch the view keeps them. Keep a copy"
+                f" instead, such as backup = {place}.clone()."
             )
 
     def _elements(self, memory: _Memory | None = None, *, is_compact: bool = False) -> Tensor:
@@ -647,8 +648,8 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
             reason = "only the weight itself accepts values, of its shape and dtype"
             raise _refused(weight, "assigning the data of", reason, "weight.data.copy_(values)")
         _load(weight, value)
-        weight._rows.assigned += 1
-        vars(weight)["_assigned"] = weight._rows.assigned
+        weight._rows.assigned["weight"] += 1
+        vars(weight)["_assigned"] = weight._rows.assigned["weight"]
         return None
     if name == "requires_grad" and access == "__set__":
         _require_gradient(weight, args[1])

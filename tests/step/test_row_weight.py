@@ -619,6 +619,30 @@ def test_what_a_tensor_of_all_rows_becomes_changes_no_table() -> None:
     assert_same_bytes(module.table["weight"], expected)
 
 
+def test_state_from_before_an_assignment_raises_at_its_use() -> None:
+    emb = speedtorch.Embedding(ROWS, WIDTH)
+    adagrad = optim.Adagrad(emb.parameters())
+    speedtorch.attach(adagrad, emb)
+
+    def step() -> None:
+        emb(IDS).sum().backward()
+        adagrad.step()
+        adagrad.zero_grad()
+
+    step()
+    state = adagrad.state[emb.weight]
+    kept, backup = state["sum"], state["sum"].clone()
+    state["sum"] = torch.zeros(ROWS, WIDTH)
+    step()
+    state["sum"] = kept
+    with pytest.raises(NotImplementedError, match="view of its sum is older than an assignment"):
+        step()
+    adagrad.zero_grad()
+    state["sum"] = backup
+    step()
+    assert_same_bytes(state["sum"] * 1, backup + backup)
+
+
 NEW_DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "clamped": lambda data: torch.clamp(data, -0.5, 0.5),
     "scaled": lambda data: data * 0.25,
