@@ -187,6 +187,8 @@ class Exchange:
             self.steps.note_lookup()
         self.memory.before_lookup()
         held.complete(looks_up=True)
+        if held.now.stepped and held.view.zeros is not None and held.view.has_gradient():
+            held.reopen()  # user code has written to the zeros of zero_grad()
         is_over = held.now.stepped or held.is_over()
         if held.now.before is not None:
             # A joint exchange began a tentative step, which is over if its batch lacks these ids.

@@ -591,6 +591,26 @@ def test_zeros_of_a_zero_grad_are_read_after_a_lookup_and_step_no_row(
     del kept
 
 
+@pytest.mark.parametrize("announces", [False, True])
+def test_a_write_to_zeros_of_a_stepped_gradient_waits_for_the_next_step(
+    announces: bool, device: str
+) -> None:
+    theirs, ours = pair(device)
+    for module in (theirs, ours):
+        sgd = optim.SGD(module.parameters(), lr=0.5)
+        module(torch.tensor([1, 2], device=device)).sum().backward()
+        sgd.step()
+        sgd.zero_grad(set_to_none=False)
+        assert module.weight.grad is not None
+        module.weight.grad[2] = 3.0
+        ids = torch.tensor([0], device=device)
+        if announces and isinstance(module, speedtorch.Embedding):
+            module.announce(ids)
+        module(ids).sum().backward()
+        sgd.step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
 def test_zeros_that_are_written_to_are_a_gradient(device: str) -> None:
     embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, device=device)
     sgd = optim.SGD(embedding.parameters(), lr=1.0)
