@@ -148,7 +148,8 @@ class StepState:
         for name in self.names:
             value = entries.get(name)
             if isinstance(value, RowWeight) and value._rows is rows and value._field == name:
-                value.check_age()
+                if value._assigned != rows.assigned[name]:  # each step comes here
+                    value.check_age()
                 continue
             if value is None and not self._has_stepped:
                 continue

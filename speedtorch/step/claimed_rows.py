@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +73,7 @@ class ClaimedRows:
             " in host memory. Export the layers after the lookup, with the rows emb(ids) as input,"
             " or a torch.nn module that has loaded the state_dict()."
         )
-        self.assigned = Counter[str]()
+        self.assigned = defaultdict[str, int](int)
         """The number of assignments of all values by field, such as to the weight's `data`."""
         self.is_released = False
         """Whether the module was deleted, so that a new module may train the rows."""
