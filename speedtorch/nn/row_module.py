@@ -248,12 +248,16 @@ class RowModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; raises NotImplementedError for one that only the constructor reads."""
-        if name in _FIXED and vars(self).get(name, value) != value:
-            raise NotImplementedError(
-                f"{self._label()}: {name} cannot be changed from {vars(self)[name]!r} to {value!r},"
-                " because the rows were made with it. Build another module with"
-                f" {name}={value!r}, and load the state_dict() of this one."
-            )
+        own = vars(self)
+        if name in _FIXED and "trained_rows" in own:
+            if isinstance(value, int) and -self.num_embeddings <= value < 0:
+                value += self.num_embeddings
+            if own[name] != value:
+                raise NotImplementedError(
+                    f"{self._label()}: {name} cannot be changed from {own[name]!r} to {value!r},"
+                    " because the rows were made with it. Build another module with"
+                    f" {name}={value!r}, and load the state_dict() of this one."
+                )
         super().__setattr__(name, value)
 
     def _label(self) -> str:

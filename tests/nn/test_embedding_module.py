@@ -212,6 +212,17 @@ def test_one_graph_of_a_lookup_is_refused_by_name() -> None:
         model(IDS)
 
 
+def test_a_subclass_may_set_the_padding_again() -> None:
+    class Padded(speedtorch.Embedding):
+        def __init__(self, padding_idx: int) -> None:
+            self.padding_idx = 2
+            super().__init__(ROWS, WIDTH, padding_idx)
+            self.padding_idx = padding_idx
+
+    assert Padded(3).padding_idx == 3
+    assert Padded(-1).padding_idx == ROWS - 1
+
+
 class Scaled(speedtorch.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
