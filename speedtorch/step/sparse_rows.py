@@ -211,15 +211,19 @@ class SparseRows(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copies `value` to all elements; torch's own setter would have no effect."""
+        """Replaces the elements by copies of `value`; torch's own setter would have no effect."""
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise RuntimeError(
                 f"{self!r}: attempting to assign data of {[*value.shape]} {value.dtype} on"
                 f" {value.device}"
             )
         if getattr(value, "content", None) is not self.content:  # grad.data *= 2 assigns itself
+            made = SparseRows.filled(self.shape[0], self.content.values, 0.0)
+            made.content.local_only = self.content.local_only
+            made.content.report_zeros(self.content.zeroed)
             with torch.no_grad():
-                self.copy_(value)
+                made.copy_(value)
+            vars(self)["content"] = made.content  # other tensors keep the old elements
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """Copies all rows to a dense tensor."""

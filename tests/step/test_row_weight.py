@@ -674,6 +674,26 @@ def test_data_assigned_to_the_gradient_is_the_gradient_as_in_torch(
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
+@pytest.mark.parametrize("then", [Tensor.zero_, Tensor.neg_], ids=["zero_", "neg_"])
+def test_an_earlier_alias_of_a_gradient_keeps_its_elements_if_data_is_assigned(
+    then: Callable[[Tensor], Tensor],
+) -> None:
+    theirs = nn.Embedding(ROWS, WIDTH, _weight=first_rows())
+    ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows())
+    aliases = []
+    for module in (theirs, ours):
+        module(IDS).sum().backward()
+        gradient = module.weight.grad
+        assert gradient is not None
+        aliases.append(gradient.detach())
+        gradient.data = gradient.data * 3
+        then(gradient)
+        module(IDS[:1]).sum().backward()
+        optim.SGD(module.parameters(), lr=0.5).step()
+    assert torch.equal(aliases[1].to_dense(), aliases[0])
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
 def test_data_of_another_shape_or_dtype_is_not_assigned_to_a_gradient() -> None:
     emb = speedtorch.Embedding(ROWS, WIDTH)
     emb(IDS).sum().backward()
