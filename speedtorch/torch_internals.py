@@ -11,7 +11,7 @@ import operator
 import sys
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -131,6 +131,7 @@ __all__ = [
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Made = TypeVar("_Made", bound=Tensor)
 
 # ---- Tensors
 
@@ -164,8 +165,18 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 split_with_versions = torch.unsafe_split_with_sizes
 """Splits a tensor's rows by these sizes in the same memory; each part has its own version."""
 
-tensor_without_memory = Tensor._make_wrapper_subclass
-"""Creates a tensor of a class with a shape and a dtype but without elements."""
+
+def tensor_without_memory(kind: type[_Made], shape: Sequence[int], **settings: Any) -> _Made:
+    """Creates a tensor of a class with a shape and a dtype but without elements.
+
+    It is no inference tensor, because torch cannot detach one of a subclass.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return tensor_without_memory(kind, shape, **settings)
+    made: Any = Tensor._make_wrapper_subclass(kind, shape, **settings)
+    return cast(_Made, made)
+
 
 forbid_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 """Makes a tensor without memory raise if C++ requests the address of its elements."""

@@ -121,16 +121,15 @@ class RowWeight(Tensor):
         if like is None:
             shape, dtype = rows.fields_shape(field)
             like = torch.empty(shape, dtype=dtype, device="meta")
-        with torch.inference_mode(False):  # torch cannot detach an inference tensor of a subclass
-            made = tensor_without_memory(
-                RowWeight,
-                like.shape,
-                strides=like.stride(),
-                storage_offset=like.storage_offset(),
-                dtype=like.dtype,
-                device=device or rows.parameter.device,
-                requires_grad=requires_grad,
-            )
+        made = tensor_without_memory(
+            RowWeight,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device or rows.parameter.device,
+            requires_grad=requires_grad,
+        )
         forbid_data_pointer(made)
         own = {"_rows": rows, "_lookups": lookups, "_field": field, "_path": path}
         vars(made).update(own, _count=rows.table.whole_rows, _assigned=rows.assigned[field])

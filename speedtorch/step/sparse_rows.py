@@ -191,9 +191,9 @@ class SparseRows(Tensor):
     def of(rows: int, content: RowContent) -> SparseRows:
         """A tensor with `rows` rows and this content."""
         values = content.values
-        shape, dtype, device = (rows, *values.shape[1:]), values.dtype, values.device
-        with torch.inference_mode(False):  # torch cannot detach an inference tensor of a subclass
-            made = tensor_without_memory(SparseRows, shape, dtype=dtype, device=device)
+        made = tensor_without_memory(
+            SparseRows, (rows, *values.shape[1:]), dtype=values.dtype, device=values.device
+        )
         forbid_data_pointer(made)
         vars(made)["content"] = content
         return made
