@@ -85,8 +85,8 @@ def test_every_part_has_a_test() -> None:
     assert [name for name in torch_internals.__all__ if f"torch_internals.{name}" not in text] == []
     own = {name for name, value in vars(torch_internals).items() if not inspect.ismodule(value)}
     imported = {"Any", "Callable", "CodeType", "Counter", "ExitStack", "Iterable", "Iterator"}
-    imported |= {"NamedTuple", "Node", "Optimizer", "OrderedDict", "StorageWeakRef", "Tensor"}
-    imported |= {"TypeVar", "annotations", "cache", "cast", "contextmanager", "partial"}
+    imported |= {"NamedTuple", "Node", "Optimizer", "OrderedDict", "Sequence", "StorageWeakRef"}
+    imported |= {"Tensor", "TypeVar", "annotations", "cache", "cast", "contextmanager", "partial"}
     imported |= {"suppress", "temporarily_clear_interpreter_stack", "timedelta", "wraps"}
     assert {name for name in own if name[0] != "_"} == {*imported, *torch_internals.__all__}
 
@@ -167,6 +167,8 @@ def test_tensor_without_memory_and_no_torch_function(
     kind, made = RecordingDispatchTensor, without_memory
     assert type(made) is kind and made.size() == (2**50, 3) and made.dtype == torch.float16
     assert made.layout == torch.strided and made.is_cpu and not made.is_meta
+    with torch.inference_mode():
+        assert not torch_internals.tensor_without_memory(kind, (2, 3)).is_inference()
     monkeypatch.setattr(kind, "__torch_function__", torch_internals.no_torch_function)
     assert type(torch.mul(made, 2)) is Tensor
     assert kind.ops == [torch.ops.aten.mul.Tensor]
