@@ -323,9 +323,7 @@ class ParameterView:
         return added if self.is_sum else _divided(added, self.divisor)
 
     def divide(self, ids: Tensor | Callable[[], Tensor]) -> None:
-        """Divides the gradient of the rows `ids` if it is a sum that is not divided yet."""
-        if not self.is_sum:
-            return
+        """Divides the gradient of the rows `ids`; called if `is_sum`."""
         with as_plain():  # a read of the weight's gradient would divide it, too
             # Zeros of zero_grad() must remain the same tensor.
             if self.has_gradient() and (gradient := self.parameter.grad) is not None:

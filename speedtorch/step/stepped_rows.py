@@ -72,7 +72,7 @@ class SteppedRows:
             # Zeros of zero_grad(set_to_none=False) would change rows without a lookup since then.
             view.drop_zeros()
             gradient = parameter.grad
-        if gradient is not None:
+        if gradient is not None and view.is_sum:
             view.divide(held.memory.ids_of(now))
             gradient = parameter.grad
         state = view.attached.state
