@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import _thread
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ __all__ = ["MOST_THREADS", "Threads", "threads"]
 
 MOST_THREADS = 16
 """The most threads for one file."""
+
+_START_SECONDS = 2.0
+"""How long to wait for threads that may have too little memory to start."""
 
 _Result = TypeVar("_Result")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -30,8 +34,15 @@ class Threads:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._locks: list[_thread.LockType] = []
-        """One lock for each started thread, which holds the lock until it ends."""
+        self._count = 0
+        """The number of threads."""
+        self._begun: SimpleQueue[_thread.LockType] = SimpleQueue()
+        """One lock for each thread that has begun, which holds the lock until it ends."""
+
+    def start(self) -> None:
+        """Starts a thread. Raises RuntimeError or MemoryError if the system refuses one."""
+        _thread.start_new_thread(self._run, ())
+        self._count += 1
 
     def begin(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
         """Queues a call of a function; result() returns its result or raises its error."""
@@ -49,26 +60,30 @@ class Threads:
             self._run_work(work)
         return done.result()
 
-    def run(self) -> None:
-        """Does queued work in a new thread until end()."""
+    def _run(self) -> None:
         ended = _thread.allocate_lock()
         with ended:
-            self._locks.append(ended)
+            self._begun.put(ended)
             while self._run_work(self._work.get()):
                 pass
             self._work.put(None)  # ends the next thread
 
     def end(self) -> None:
-        """Does all work that no thread has started, and waits for the other threads."""
+        """Does all work that no thread has started, and waits for the end of all threads.
+
+        A thread that began after the end of the interpreter would end the process (SIGSEGV).
+        """
         self._work.put(None)
         try:
             while self._run_work(self._work.get()):
                 pass
             self._work.put(None)
         finally:
-            for lock in self._locks:
-                with lock:
-                    pass
+            until = time.monotonic() + _START_SECONDS
+            with suppress(Empty):
+                for _ in range(self._count):
+                    with self._begun.get(timeout=max(0.0, until - time.monotonic())):
+                        pass
 
     @staticmethod
     def _run_work(work: _Work | None) -> bool:
@@ -93,7 +108,7 @@ def threads(most: int) -> Iterator[Threads]:
     try:
         for _ in range(min(most, os.cpu_count() or 1)):
             try:
-                _thread.start_new_thread(made.run, ())
+                made.start()
             except (RuntimeError, MemoryError):  # the calling thread does the rest
                 break
         yield made

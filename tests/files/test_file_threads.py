@@ -5,10 +5,13 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from speedtorch.files import threads as file_threads
 from speedtorch.files.threads import threads
 
 
@@ -18,6 +21,7 @@ def test_work_is_done_and_what_it_raises_is_raised(
 ) -> None:
     if ends:
         monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+        monkeypatch.setattr(file_threads, "_START_SECONDS", 0.01)
     with threads(4) as pool:
         numbers = [pool.begin(divmod, 17, each) for each in (5, 3)]
         wrong = pool.begin(divmod, 1, 0)
@@ -26,6 +30,28 @@ def test_work_is_done_and_what_it_raises_is_raised(
             assert not wrong.done()  # result() runs no work behind its own
     with pytest.raises(ZeroDivisionError):
         wrong.result()
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_threads_that_begin_late_are_awaited(
+    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that begins after the end of the interpreter ends the process."""
+    real, begun = _thread.start_new_thread, list[bool]()
+
+    def late(function: Callable[..., object], given: tuple[Any, ...]) -> None:
+        time.sleep(0.1)
+        begun.append(True)
+        function(*given)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *given: real(late, given))
+    expected = nullcontext() if error is None else pytest.raises(error)
+    with expected, threads(3) as pool:
+        assert pool.result(pool.begin(divmod, 17, 5)) == (3, 2)
+        if error is not None:
+            raise error
+    assert begun == [True] * 3
 
 
 def test_after_an_interrupt_all_work_is_done_and_no_thread_is_left() -> None:
