@@ -711,14 +711,14 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """torch.cuda.graph() that also resets torch's allocator if the capture fails.
+    """torch.cuda.graph() that also resets the current stream and the allocator if it fails.
 
-    Torch does not close the graph's pool if CUDA fails to end the capture. The process then ends if
-    a pool, such as AddressRange's, is freed later.
+    If CUDA fails to end the capture, torch leaves the capture's stream current and the graph's pool
+    open. The process then ends if a pool, such as AddressRange's, is freed later.
     """
     pool = torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=pool, stream=stream):
             yield
     except BaseException:
         with suppress(RuntimeError):  # CUDA has ended the capture, and torch has closed the pool

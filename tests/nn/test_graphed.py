@@ -628,6 +628,7 @@ def test_a_step_that_reads_a_number_is_explained() -> None:
             modules=world.model,
             optimizers=world.optimizer,
         )
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert_same_content(world.everything(), before)
     world.step(ids, targets)
 

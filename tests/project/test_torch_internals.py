@@ -398,6 +398,7 @@ def test_capturing() -> None:
         ):
             fails()
         torch.cuda.MemPool()  # ends the process where the allocator is within a capture
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def test_storage_uses_and_storage_references() -> None:
