@@ -119,9 +119,8 @@ MUTANTS = [
     Mutant(
         "state of the rows that others join is lost",
         "step/counted_memory.py",
-        "merge_rows(held.view.rows_of(now), now.ids, load)\n        held.store",
-        "merge_rows([each * (k < 1) for k, each in enumerate(now.rows)], now.ids, load)\n"
-        "        held.store",
+        "own = Block(held.view.rows_of(now), now.ids)",
+        "own = Block([each * (k < 1) for k, each in enumerate(now.rows)], now.ids)",
     ),
     Mutant(
         "a gradient is lost while rows join",

@@ -51,7 +51,17 @@ def op_arguments(
     arriving = [rows(COUNT, 6), numbers(COUNT, 2, seed=7).to(device)]
     places, load_places = ids(3, 0, 2, 1), ids(2, 0, 3)
     moved = (leaving, up, places, arriving, load, load_places)
-    appended = torch.full((17,), -1), torch.tensor([2, 3, 7, 9] * 2), 4, torch.tensor([0, 3, 9])
+    # append_batch is of the CPU alone; it makes the hash table of ids 2, 3, 7 and 9.
+    on_cpu, joined = (
+        [numbers(count, COLUMNS, seed=16), numbers(count, 2, seed=17)] for count in (ROWS, 4)
+    )
+    four, none = torch.tensor([2, 3, 7, 9]), torch.empty(0, dtype=torch.int64)
+    ids_of, table_of, *joined = ops.append_batch.default(
+        *([], [], None, None, joined, four, none, 4, [none], ROWS, -1)
+    )[9:-1]
+    for each in (ids_of, *joined):
+        each[4:] = 0
+    appended = (joined, ids_of, table_of, 4, [torch.tensor([0, 3, 9])], ROWS, -1)
     gather, scatter, swap = ops.pinned_gather, ops.pinned_scatter, ops.optimizer_state_swap
     sums, apart = block.double(), ids(0, 5, 5, ROWS - 5).view(2, 2)
     held, held_ids = [rows(COUNT, 8), rows(COUNT, 9)[:, :2].contiguous()], ids(1, 2, 6, 8)
@@ -59,7 +69,10 @@ def op_arguments(
     slots = torch.tensor([[0, 1]] + [[-1, 0]] * (ROWS - 1), dtype=torch.int32, device=device)
     word, held_status = (torch.zeros(8, dtype=torch.int64, device=device) for _ in range(2))
     return {
-        "append_ids": (ops.append_ids.default, appended),  # on the CPU alone
+        "append_batch": (
+            ops.append_batch.default,
+            (on_cpu, [each.cpu() for each in leaving], up.cpu(), places.cpu(), *appended),
+        ),
         "plan_rows": (ops.plan_rows.default, (index, ROWS)),
         "pinned_gather": (gather.default, (table, index)),
         "pinned_gather_detached": (ops.pinned_gather_detached.default, (table, index)),
@@ -107,8 +120,12 @@ def op_arguments(
             ([index, load.view(1, -1)], ROWS, -1, -1, up, up_plan[4]),
         ),
         "load_rows": (ops.load_rows.default, (host, leaving, up, load)),
-        "load_batch": (ops.load_batch.default, (host, leaving, up, index, ROWS, 2)),
-        "count_batch": (ops.count_batch.default, (index, up, ROWS, 2)),
+        "load_batch": (ops.load_batch.default, (host, leaving, up, [index], ROWS, 2)),
+        "join_batch": (
+            ops.join_batch.default,
+            (host, leaving, up, places, held, held_ids, [index], ROWS, -1),
+        ),
+        "count_batch": (ops.count_batch.default, ([index], up, ROWS, 2)),
         "merge_rows": (ops.merge_rows.default, ([block, rows(COUNT, 1)], up, ids(0, 5))),
         "diff_ids": (
             ops.diff_ids.default,

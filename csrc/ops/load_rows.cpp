@@ -1,6 +1,6 @@
 // load_rows: loads rows of a table into new memory while evicting others. count_batch: plans ids
 // and counts the unique ones. load_batch: does both. A step without a capacity begins with one of
-// these ops.
+// these ops. join_batch: adds the ids of another lookup to a step, with the rows that it lacks.
 
 #include <torch/csrc/stable/library.h>
 
@@ -19,10 +19,6 @@
 namespace speedtorch {
 namespace {
 
-// Index of the ids to load in the results of count_batch: the unique ids, then the padding's id if
-// there is one.
-constexpr size_t kLoaded = 6;
-
 // Returns the rows of the ids `load`, field by field, in the form of `leaving`. The first rows of
 // `leaving` are the newest copies of the ids `evict`. These rows are written to the host, except
 // for rows in both lists; with `evicts` false, none is written.
@@ -37,7 +33,7 @@ Tensors load_rows(const Tensors& host, const Tensors& leaving, const Tensor& evi
     shape[0] = load.numel();
     made.push_back(new_tensor(kOp, shape, leaving[k].scalar_type(), leaving[k]));
   }
-  exchange(host, leaving, evict, made, load, evicts);
+  exchange(host, leaving, evict, std::nullopt, made, load, std::nullopt, evicts);
   return made;
 }
 
@@ -50,68 +46,119 @@ std::pair<Tensor, Tensor> uploaded(const char* op, const Tensor& index, const Te
   return {there, copied};
 }
 
-// Returns the plan of `index` on the device of `like`, the unique ids without and with the padding,
-// and, if `index` is on the CPU, a copy of it. On a GPU this waits for the plan, because the caller
-// allocates memory for the number of ids.
-Tensors count_batch(const Tensor& index, const Tensor& like, int64_t rows, int64_t padding) {
-  constexpr const char* kOp = "count_batch";
-  const Arguments all(kOp, {read("index", index), read("like", like)});
-  check_plannable(kOp, index, rows);
-  all.check_memory();
-  if (like.is_cpu()) {
-    check_same_device(kOp, "index", index, "like", like);
-    Tensors made = plan_batch(index, rows, padding, -1, std::nullopt, std::nullopt);
-    const auto& status = *reinterpret_cast<const PlanStatus*>(data_of(made[kPlanStatus]));
-    made.insert(made.end() - 1, {view_of_list(made[0], 0, status.distinct),
-                                 view_of_list(made[0], 0, status.distinct + (padding >= 0))});
-    return made;
+}  // namespace
+
+CountedPlan counted_plan(const char* op, const Tensors& parts, const Tensor& like, int64_t rows,
+                         int64_t padding, const std::optional<Tensor>& held) {
+  const Tensor index = joined_ids(op, parts);
+  CountedPlan counted;
+  std::optional<CurrentStream> stream;
+  Tensor ids = index;
+  if (!like.is_cpu()) {
+    stream.emplace(op, like);
+    stream->check_not_capturing(op, "the number of unique ids changes from call to call");
+    if (index.is_cpu()) {
+      auto [there, copied] = uploaded(op, index, like);
+      ids = there;
+      counted.copied = copied;
+    }
   }
-  const CurrentStream stream(kOp, like);
-  stream.check_not_capturing(kOp, "the number of unique ids changes from call to call");
-  std::optional<std::pair<Tensor, Tensor>> moved;
-  if (index.is_cpu()) moved = uploaded(kOp, index, like);
-  const Tensor& ids = moved ? moved->first : index;
-  check_same_device(kOp, "index", ids, "like", like);
-  Tensors made = plan_batch(ids, rows, padding, -1, std::nullopt, std::nullopt);
-  const HostNumbers numbers(kOp, made[kPlanStatus], stream);
-  const auto& status = *reinterpret_cast<const PlanStatus*>(numbers.wait(kOp));
-  if (status.bad_count > 0) {
-    throw_bad_ids({.op = kOp,
+  check_same_device(op, "index", ids, "like", like);
+  std::optional<Tensor> held_status;  // empty: all held ids are valid
+  if (held) held_status = view_of_list(*held, 0, 0);
+  counted.made = plan_batch(ids, rows, padding, -1, held, held_status);
+  if (index.is_cpu() && !stream) {
+    counted.copied = counted.made.back();
+    counted.made.pop_back();
+  }
+  std::optional<HostNumbers> numbers;
+  const int64_t* status = data_of(counted.made[kPlanStatus]);
+  if (stream) status = numbers.emplace(op, counted.made[kPlanStatus], *stream).wait(op);
+  const auto& plan = *reinterpret_cast<const PlanStatus*>(status);
+  if (plan.bad_count > 0) {
+    throw_bad_ids({.op = op,
                    .rows = rows,
-                   .id = status.bad_id,
-                   .position = status.bad_position,
-                   .bad_count = status.bad_count,
-                   .count = status.count});
+                   .id = plan.bad_id,
+                   .position = plan.bad_position,
+                   .bad_count = plan.bad_count,
+                   .count = plan.count});
   }
-  made.push_back(view_of_list(made[0], 0, status.distinct));
-  made.push_back(view_of_list(made[0], 0, status.distinct + (padding >= 0)));
-  if (moved) made.push_back(moved->second);
-  return made;
+  if (held) {
+    const int64_t more = status[kPlanStatusFields + kLoadedCount] - (padding >= 0);
+    counted.more = view_of_list(counted.made[kPlanStatus + 1], 0, more);
+    counted.made.resize(kPlanStatus + 1);
+  }
+  counted.made.push_back(view_of_list(counted.made[0], 0, plan.distinct));
+  counted.made.push_back(view_of_list(counted.made[0], 0, plan.distinct + (padding >= 0)));
+  return counted;
+}
+
+namespace {
+
+// Returns the plan of `parts` on the device of `like`, the unique ids without and with the padding,
+// and, if the ids are on the CPU, a copy of them. On a GPU this waits for the plan, because the
+// caller allocates memory for the number of ids.
+Tensors count_batch(const Tensors& parts, const Tensor& like, int64_t rows, int64_t padding) {
+  constexpr const char* kOp = "count_batch";
+  const Arguments all(kOp, {read("parts", parts), read("like", like)});
+  all.check_memory();
+  return counted_plan(kOp, parts, like, rows, padding, std::nullopt).with_copy();
 }
 
 // Returns the results of count_batch, followed by the rows of load_rows.
 Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-                   const Tensor& index, int64_t rows, int64_t padding, bool evicts) {
+                   const Tensors& parts, int64_t rows, int64_t padding, bool evicts) {
   constexpr const char* kOp = "load_batch";
-  const Arguments all(kOp, {written("host", host, false), read("index", index)});
+  const Arguments all(kOp, {written("host", host, false), read("parts", parts)});
   check_fields(kOp, "leaving", leaving.size());
   all.check_memory();
-  Tensors made = count_batch(index, leaving[0], rows, padding);
-  const Tensors found = load_rows(host, leaving, evict, made[kLoaded], evicts);
-  made.insert(made.begin() + kLoaded + 1, found.begin(), found.end());
-  return made;
+  CountedPlan plan = counted_plan(kOp, parts, leaving[0], rows, padding, std::nullopt);
+  const Tensors found = load_rows(host, leaving, evict, plan.loaded(), evicts);
+  plan.made.insert(plan.made.end(), found.begin(), found.end());
+  return plan.with_copy();
+}
+
+// Plans `parts` for a step with the rows `rows` of the ids `held`, in ascending order and
+// optionally followed by the padding's row. Returns the results of count_batch. If `held` lacks
+// some of the ids, all ids follow, the places of the held ids among them, the new ids, their
+// places, and memory for all rows, field by field, with the held rows copied in. New rows are
+// loaded from `host`, unless that is empty. The rows `evict` are written to it if there are new
+// rows.
+Tensors join_batch(const Tensors& host, const Tensors& leaving, const std::optional<Tensor>& evict,
+                   const std::optional<Tensor>& evict_places, const Tensors& rows,
+                   const Tensor& held, const Tensors& parts, int64_t table_rows, int64_t padding) {
+  constexpr const char* kOp = "join_batch";
+  const Arguments all(kOp, {written("host", host, false), read("rows", rows), read("held", held),
+                            read("parts", parts)});
+  check_fields(kOp, "rows", rows.size());
+  all.check_memory();
+  CountedPlan plan = counted_plan(kOp, parts, held, table_rows, padding, held);
+  if (plan.more.numel() == 0) return plan.with_copy();
+  Tensors merged = merge_rows(rows, held, plan.more);
+  const Tensor new_places = merged[2];
+  const Tensors made(merged.begin() + 3, merged.end());
+  if (!host.empty()) {
+    exchange(host, evict ? leaving : rows, evict ? *evict : view_of_list(held, 0, 0), evict_places,
+             made, plan.more, new_places, /*evicts=*/true);
+  }
+  plan.made.insert(plan.made.end(), {merged[0], merged[1], plan.more, new_places});
+  plan.made.insert(plan.made.end(), made.begin(), made.end());
+  return plan.with_copy();
 }
 
 // For speedtorch/step/row_store.py.
 const Ops kOps{
-    {"count_batch(Tensor index, Tensor like, int rows, int padding) -> Tensor[]",
+    {"count_batch(Tensor[] parts, Tensor like, int rows, int padding) -> Tensor[]",
      TORCH_BOX(&count_batch)},
     {"load_rows(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor load, bool "
      "evicts=True) -> Tensor[]",
      TORCH_BOX(&load_rows)},
-    {"load_batch(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor index, int rows, "
-     "int padding, bool evicts=True) -> Tensor[]",
+    {"load_batch(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor evict, Tensor[] parts, int "
+     "rows, int padding, bool evicts=True) -> Tensor[]",
      TORCH_BOX(&load_batch)},
+    {"join_batch(Tensor(a! -> *)[] host, Tensor[] leaving, Tensor? evict, Tensor? evict_places, "
+     "Tensor[] rows, Tensor held, Tensor[] parts, int table_rows, int padding) -> Tensor[]",
+     TORCH_BOX(&join_batch)},
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "core/registration.h"
 #include "core/tensor_checks.h"
 #include "move/cpu_copy.h"
+#include "ops/begin_step.h"
 #include "ops/launchers.h"
 
 namespace speedtorch {
@@ -31,6 +32,8 @@ void merge_on_cpu(const MergedIds& work) {
     (is_held ? work.held_places[i++] : work.more_places[j++]) = place;
   }
 }
+
+}  // namespace
 
 // Returns the merged ids, the places of the held and of the added ids, and for each field memory
 // for all rows, with the held rows copied in. A row of `rows` after the rows of `held` has no id
@@ -92,6 +95,8 @@ Tensors merge_rows(const Tensors& rows, const Tensor& held, const Tensor& more) 
   }
   return made;
 }
+
+namespace {
 
 // For speedtorch/step/counted_memory.py.
 const Ops kOps{

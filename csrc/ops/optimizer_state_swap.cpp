@@ -774,8 +774,9 @@ void optimizer_state_swap_planned(const Tensors& host, const Tensors& leaving, c
 }  // namespace
 
 void exchange(const Tensors& host, const Tensors& leaving, const Tensor& evict,
-              const Tensors& arriving, const Tensor& load, bool evicts) {
-  swap_at_places(host, 1, leaving, evict, std::nullopt, std::nullopt, arriving, load, std::nullopt,
+              const std::optional<Tensor>& evict_places, const Tensors& arriving,
+              const Tensor& load, const std::optional<Tensor>& load_places, bool evicts) {
+  swap_at_places(host, 1, leaving, evict, evict_places, std::nullopt, arriving, load, load_places,
                  std::nullopt, false, {}, std::nullopt, evicts, /*is_new=*/true);
 }
 

@@ -16,40 +16,41 @@ namespace {
 
 constexpr const char* kOp = "plan_parts";
 
-// Concatenates ids of any shapes; int64 if any of them are. Returns a single part as it is.
-Tensor joined(const Tensors& parts) {
-  if (parts.size() == 1) return parts[0];
+}  // namespace
+
+Tensor joined_ids(const char* op, const Tensors& parts) {
+  check_fields(op, "parts", parts.size());
   int64_t count = 0;
   ScalarType dtype = ScalarType::Int;
-  for (const Tensor& part : parts) {
-    count += part.numel();
-    if (part.scalar_type() == ScalarType::Long) dtype = ScalarType::Long;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const std::string name = item("parts", k);
+    check_ids_kind(op, name.c_str(), parts[k]);
+    check_same_device(op, name.c_str(), parts[k], "parts[0]", parts[0]);
+    count += parts[k].numel();
+    if (parts[k].scalar_type() == ScalarType::Long) dtype = ScalarType::Long;
   }
-  const Tensor all = new_tensor(kOp, {count}, dtype, parts[0]);
+  if (parts.size() == 1) return parts[0];
+  const Tensor all = new_tensor(op, {count}, dtype, parts[0]);
   int64_t begin = 0;
   for (const Tensor& part : parts) {
     const int64_t length = part.numel();
     if (length == 0) continue;
-    copy(kOp, view_of_list(as_ids(part).keep, 0, length), view_of_list(all, begin, length),
+    copy(op, view_of_list(as_ids(part).keep, 0, length), view_of_list(all, begin, length),
          /*wait=*/false);
     begin += length;
   }
   return all;
 }
 
+namespace {
+
 // Returns the results of plan_batch. For ids on a GPU, `handle` then names a copy of the status
 // (-1: no copy).
 Tensors plan_parts(const Tensors& parts, int64_t rows, int64_t padding, int64_t handle,
                    const std::optional<Tensor>& held, const std::optional<Tensor>& held_status) {
   const Arguments all(kOp, {read("parts", parts)});
-  check_fields(kOp, "parts", parts.size());
-  for (size_t k = 0; k < parts.size(); ++k) {
-    const std::string name = item("parts", k);
-    check_ids_kind(kOp, name.c_str(), parts[k]);
-    check_same_device(kOp, name.c_str(), parts[k], "parts[0]", parts[0]);
-  }
   all.check_memory();
-  const Tensors made = plan_batch(joined(parts), rows, padding, -1, held, held_status);
+  const Tensors made = plan_batch(joined_ids(kOp, parts), rows, padding, -1, held, held_status);
   const Tensor& status = made[kPlanStatus];
   if (handle >= 0 && !status.is_cpu()) queue_numbers(kOp, status, handle);
   return made;

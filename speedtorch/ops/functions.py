@@ -353,20 +353,44 @@ the last id to load may be out of order.
 
 
 count_batch: Callable[..., list[Tensor]] = _ops.count_batch
-"""Plans ids on the device of `like` and counts them: `(index, like, rows, padding)`.
+"""Plans ids on the device of `like` and counts them: `(parts, like, rows, padding)`.
 
-Returns the five tensors of the plan, the unique ids without the padding, and those with it. For an
-index on the CPU, a private copy of the index follows. On a GPU the host waits for the plan. Raises
-IndexError if an id is out of range.
+Returns the five tensors of the plan of the concatenated `parts`, the unique ids without the
+padding, and those with it. For ids on the CPU, a private copy of them follows. On a GPU the host
+waits for the plan. Raises IndexError if an id is out of range.
 """
 
 
 load_batch: Callable[..., list[Tensor]] = _ops.load_batch
 """load_rows for ids that the op first plans and counts.
 
-`(host, leaving, evict, index, rows, padding, evicts=True)`. Returns the results of count_batch for
-`index` `[n]`, which may be on the CPU, with the loaded rows before the copy of index. Raises
-IndexError if an id is out of range; no row has moved then.
+`(host, leaving, evict, parts, rows, padding, evicts=True)`. Returns the results of count_batch for
+`parts`, which may be on the CPU, with the loaded rows before the copy of the ids. Raises IndexError
+if an id is out of range; no row has moved then.
+"""
+
+
+join_batch: Callable[..., list[Tensor]] = _ops.join_batch
+"""Plans ids of a step that has rows already, and loads the rows that it lacks.
+
+`(host, leaving, evict, evict_places, rows, held, parts, table_rows, padding)`. `rows` are the rows
+of the ascending ids `held`, field by field, with optionally the padding's row at the end. Returns
+the results of count_batch for `parts`. If `held` lacks ids, these follow before the copy: all ids,
+the positions of `held` among them, the new ids, their positions, and new memory with all rows,
+field by field. If `host` is empty, the new rows are not loaded. If evict is not None, the rows
+`evict` of leaving are written to host, but only if there are new rows.
+"""
+
+
+append_batch: Callable[..., list[Tensor]] = _ops.append_batch
+"""join_batch on the CPU for rows in any order, which appends the new rows.
+
+`(host, leaving, evict, evict_places, rows, ids, table, count, parts, table_rows, padding)`. The
+first `count` of `ids` and `rows` are the step's, with the padding. `table` is int64 `[2 ** k + 1]`:
+a hash table of the ids, at most half full, and the number of ids in it; empty if there is none yet.
+Returns the results of count_batch for `parts`. Before the copy follow the positions of the unique
+ids with the padding, the new ids, whose positions begin at `count`, and, if the memory was too
+small, new `ids`, `table` and `rows`.
 """
 
 
@@ -472,15 +496,6 @@ merge_rows: Callable[..., list[Tensor]] = _ops.merge_rows
 `held` and `more` have no common id. `rows` are the rows of `held`, field by field, with optionally
 one more row without an id at the end. Returns the merged ids, the positions of `held` and of `more`
 among them, and new memory for each field. The rows of `held` are copied to that memory.
-"""
-
-
-append_ids: Callable[..., tuple[Tensor, Tensor]] = _ops.append_ids
-"""Finds ids in a list on the CPU and appends those that it lacks: `(table, held, count, ids)`.
-
-`held` begins with `count` unique ids and has space for `ids`. `table` is int64 `[2 ** k + 1]`: a
-hash table of `held`, at most half full, and the number of ids in it, initially -1. Returns the
-places of `ids` in `held`, and the appended ids.
 """
 
 
@@ -852,9 +867,10 @@ _OF_THE_PROCESS = (
 # These ops plan and move the rows of a step. No compiled or exported graph contains them.
 _OF_STEPS = (
     *("split_plan", "plan_batch", "plan_parts", "plan_fault", "spoil_plan", "diff_ids"),
-    *("shard_ids", "requested_ids", "load_rows", "load_batch", "merge_rows", "exchange_rows"),
+    *("shard_ids", "requested_ids", "load_rows", "load_batch", "join_batch", "append_batch"),
+    *("merge_rows", "exchange_rows"),
     *("exchange_cached", "hold_rows", "clear_rows", "round_rows", "numbers_to_host"),
-    *("count_batch", "append_ids", "resident_slots", "resident_write", "resident_begin_find"),
+    *("count_batch", "resident_slots", "resident_write", "resident_begin_find"),
 )
 
 

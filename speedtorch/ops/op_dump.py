@@ -24,7 +24,13 @@ __all__ = ["digests_of", "is_operator", "recorded", "wait_for_gpu", "write_by"]
 _MAX_BYTES = 64 << 20
 # The number of leading results that these ops write completely. Later results have unwritten
 # entries, which digests must exclude.
-_WHOLE_RESULTS = {"plan_batch": 5, "plan_parts": 5, "merge_rows": 3, "diff_ids": 0}
+_WHOLE_RESULTS = {
+    "plan_batch": 5,
+    "plan_parts": 5,
+    "append_batch": 9,
+    "merge_rows": 3,
+    "diff_ids": 0,
+}
 # The position of an argument that is a handle, by op. The handle of plan_parts names a queued copy
 # of numbers to the host, which a replay lacks.
 _HANDLES = {"plan_parts": 3}

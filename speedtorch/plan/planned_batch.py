@@ -498,13 +498,13 @@ class PlannedBatch:
 
 
 class LoadedBatch(PlannedBatch):
-    """A batch of one lookup's ids, whose rows the planning op has also counted and loaded.
+    """A batch whose ids the planning op has also counted, and whose rows it has loaded.
 
-    `loaded_rows` has the loaded rows, one tensor per field.
+    `results` are the op's results after those of count_batch.
 
     Args:
-        load: RowStore.load_batch, called with the ids, the number of rows and the padding.
-        ids, rows, device, padding, name: See PlannedBatch.
+        load: An op of a RowStore, called with the ids, the number of rows and the padding.
+        parts, rows, device, padding, name: See PlannedBatch.
 
     Raises:
         IndexError: An id is out of range. No row has moved.
@@ -512,7 +512,7 @@ class LoadedBatch(PlannedBatch):
 
     def __init__(
         self,
-        ids: Tensor,
+        parts: Sequence[Tensor],
         rows: int,
         device: torch.device,
         padding: int | None,
@@ -523,8 +523,9 @@ class LoadedBatch(PlannedBatch):
         self._padding = padding
         self.following: Callable[[], PlannedBatch | None] = lambda: None
         self.joint = None
-        self.parts = parts = BatchIds([ids], rows, device, name, are_uploaded=True)
-        made = parts.plan_by(load, parts.unplanned[0], -1 if padding is None else padding)
-        self.ids, self.loaded, *self.loaded_rows = made[5:-1] if ids.is_cpu else made[5:]
+        self.parts = planned = BatchIds(parts, rows, device, name, are_uploaded=True)
+        has_copy = planned.unplanned[0].is_cpu
+        made = planned.plan_by(load, planned.unplanned, -1 if padding is None else padding)
+        self.ids, self.loaded, *self.results = made[5:-1] if has_copy else made[5:]
         self.held = self.ids.shape[0]
         self._changes, self._is_counted = [], True

@@ -92,11 +92,11 @@ class CountedMemory(RowMemory):
         waits = held.now.moved > 0 and copy is Copy.DIRTY and held.store.can_wait
         fields = held.view.attached.fields  # held.fields, inlined for speed
         load = partial(held.store.load_batch, fields, left, evicts=not waits)
-        batch = LoadedBatch(ids, held.named_rows, held.device, held.padding, load, held.name)
+        batch = LoadedBatch([ids], held.named_rows, held.device, held.padding, load, held.name)
         return held.now.after(
             batch,
             batch.ids,
-            batch.loaded_rows,
+            batch.results,
             set(),
             is_planned=False,
             copy=copy,
@@ -139,14 +139,19 @@ class CountedMemory(RowMemory):
         held = self.held
         if not ordered and len(held.now.batches) >= _MANY and not held.on_gpu:
             return self._joined(parts, is_planned=is_planned)
-        batch = self.planned(parts, held.now.ids)
-        if batch.new_row_count == 0:
-            return held.now.with_batch(batch, is_planned=is_planned)
-        outgoing = self._waiting()
-        now, load = held.now, batch.incoming[0][: batch.new_row_count]
-        ids, before, places, *rows = merge_rows(held.view.rows_of(now), now.ids, load)
-        held.store.exchange(held.fields, outgoing, Block(rows, load, places))
-        now = now.with_batch(batch, is_planned=is_planned)
+        if held.joint is not None or isinstance(held.now.transfer, Prefetched):
+            # Prefetched rows remain if no row joins.
+            batch = self.planned(parts, held.now.ids)
+            if batch.new_row_count == 0:
+                return held.now.with_batch(batch, is_planned=is_planned)
+        outgoing, now = self._waiting(), held.now
+        own = Block(held.view.rows_of(now), now.ids)
+        load = partial(held.store.join_batch, held.fields, outgoing, own)
+        loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
+        now = now.with_batch(loaded, is_planned=is_planned)
+        if not loaded.results:
+            return now
+        ids, before, _, _, *rows = loaded.results
         return self._among_more(now, ids, before, rows)._replace(
             transfer=None, moved=len(now.batches) - 1
         )
@@ -169,25 +174,20 @@ class CountedMemory(RowMemory):
         return step._replace(ids=ids, rows=rows, places={}, gradient=gradient)
 
     def _joined(self, parts: Sequence[Tensor], *, is_planned: bool) -> Step:
-        """The step with the rows of one more batch, which JoinedRows appends."""
+        """The step with the rows of one more batch, which are appended to JoinedRows."""
         held = self.held
-        batch = self.planned(parts)
-        batch.count()
         outgoing, now = self._waiting(), held.now
         joined = now.joined
         if joined is None:
             joined = JoinedRows.of(held.view.rows_of(now), now.ids, held.padding)
-        joined = joined.with_space(len(batch.loaded))
-        places, load = joined.append(batch.loaded)
-        moved, transfer = now.moved, now.transfer
-        if more := len(load):
-            rows = [field[joined.size : joined.size + more] for field in joined.rows]
-            held.store.exchange(held.fields, outgoing, Block(rows, load))
-            joined = joined._replace(size=joined.size + more)
-            moved, transfer = len(now.batches), None
+        load = partial(held.store.append_batch, held.fields, outgoing, joined)
+        loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
+        places, more, *longer = loaded.results
         now.places[len(now.batches)] = places
-        now = now.with_batch(batch, is_planned=is_planned)
-        return now._replace(joined=joined, moved=moved, transfer=transfer)
+        if len(more):
+            now = now._replace(moved=len(now.batches), transfer=None)
+        now = now.with_batch(loaded, is_planned=is_planned)
+        return now._replace(joined=joined.with_batch(more, longer))
 
     def ordered(self) -> Step:
         """See RowMemory.ordered."""

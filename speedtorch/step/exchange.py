@@ -140,7 +140,8 @@ class Exchange:
                 held.view.drop_zeros()
         if found is None:  # the lookup is the step's last batch
             found = held.now.part(len(held.now.batches) - 1, 0)
-            found = found._replace(has_moved=held.now.moved > 0)
+            if held.now.moved > 0:
+                found = found._replace(has_moved=True)
         return found
 
     def _look_up(self, ids: Tensor, ordered: bool) -> LookupPlaces | None:

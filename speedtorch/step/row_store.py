@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from speedtorch.ops.functions import (
+    append_batch,
     count_batch,
     exchange_rows,
+    join_batch,
     load_batch,
     load_rows,
     pinned_gather,
     pinned_scatter,
     wait_for_rows,
 )
+from speedtorch.step.joined_rows import JoinedRows
 from speedtorch.table.host_table import HostTable
 from speedtorch.table.lazy_table import LazyTable
 
@@ -152,19 +155,53 @@ class RowStore:
         self,
         names: Iterable[str],
         outgoing: Block,
-        ids: Tensor,
+        parts: Sequence[Tensor],
         rows: int,
         padding: int,
         *,
         evicts: bool = True,
     ) -> list[Tensor]:
-        """Plans ids `[n]` and loads their rows as `load` does; see ops.functions.load_batch.
+        """Plans ids and loads their rows as `load` does; see ops.functions.load_batch.
 
         If `evicts` is false, the caller writes the rows of `outgoing` to the table later.
         """
         host_fields = self.fields(names)
         with self._writing(outgoing if evicts else None):
-            return load_batch(host_fields, outgoing.rows, outgoing.ids, ids, rows, padding, evicts)
+            lists = outgoing.rows, outgoing.ids
+            return load_batch(host_fields, *lists, parts, rows, padding, evicts)
+
+    def join_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block | None,
+        held: Block,
+        parts: Sequence[Tensor],
+        rows: int,
+        padding: int,
+    ) -> list[Tensor]:
+        """Plans ids and loads rows that `held` lacks; see ops.functions.join_batch.
+
+        The rows of `outgoing` are written only if there are new rows.
+        """
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            lists = *_leaving(outgoing), held.rows, held.ids
+            return join_batch(host_fields, *lists, parts, rows, padding)
+
+    def append_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block | None,
+        joined: JoinedRows,
+        parts: Sequence[Tensor],
+        rows: int,
+        padding: int,
+    ) -> list[Tensor]:
+        """Like join_batch() for rows in any order; see ops.functions.append_batch."""
+        host_fields = self.fields(names)
+        with self._writing(outgoing):
+            lists = *_leaving(outgoing), joined.rows, joined.ids, joined.table, joined.size
+            return append_batch(host_fields, *lists, parts, rows, padding)
 
     def exchange_counted(self, names: Iterable[str], outgoing: Counted, incoming: Counted) -> None:
         """Exchanges rows whose numbers are on the device.
@@ -285,7 +322,7 @@ class StoreInSlots(RowStore):
         self,
         names: Iterable[str],
         outgoing: Block,
-        ids: Tensor,
+        parts: Sequence[Tensor],
         rows: int,
         padding: int,
         *,
@@ -293,8 +330,41 @@ class StoreInSlots(RowStore):
     ) -> list[Tensor]:
         """Like RowStore.load_batch; `evicts` must be true."""
         assert evicts
-        made = count_batch(ids, outgoing.ids, rows, padding)
+        made = count_batch(parts, outgoing.ids, rows, padding)
         return [*made[:7], *self.load(names, outgoing, made[6]), *made[7:]]
+
+    def join_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block | None,
+        held: Block,
+        parts: Sequence[Tensor],
+        rows: int,
+        padding: int,
+    ) -> list[Tensor]:
+        """See RowStore.join_batch."""
+        made = join_batch([], *_leaving(None), held.rows, held.ids, parts, rows, padding)
+        if len(made) > 8:
+            more, places, *merged = made[9 : 11 + len(held.rows)]
+            self.exchange(names, outgoing, Block(merged, more, places))
+        return made
+
+    def append_batch(
+        self,
+        names: Iterable[str],
+        outgoing: Block | None,
+        joined: JoinedRows,
+        parts: Sequence[Tensor],
+        rows: int,
+        padding: int,
+    ) -> list[Tensor]:
+        """See RowStore.append_batch."""
+        lists = *_leaving(None), joined.rows, joined.ids, joined.table, joined.size
+        made = append_batch([], *lists, parts, rows, padding)
+        if count := len(more := made[8]):
+            new = [field[joined.size :][:count] for field in made[11:-1] or joined.rows]
+            self.exchange(names, outgoing, Block(new, more))
+        return made
 
     def can_join(self, device: torch.device) -> bool:
         """False, because one op supports the slots of only one table."""
@@ -308,6 +378,10 @@ def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def _leaving(outgoing: Block | None) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
+    return ([], None, None) if outgoing is None else (outgoing.rows, outgoing.ids, outgoing.places)
 
 
 def exchange_arguments(

@@ -1,4 +1,4 @@
-"""load_rows and load_batch: rows arrive in new memory while others leave."""
+"""load_rows, load_batch and join_batch: rows arrive in new memory while others leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reference import assert_same_bytes, some
 from torch import Tensor
 
 import speedtorch
-from speedtorch.ops.functions import load_batch, load_rows, plan_rows
+from speedtorch.ops.functions import count_batch, join_batch, load_batch, load_rows, plan_rows
 
 ROWS = 5000
 SHAPES = [((3,), torch.float32), ((), torch.int64), ((4, 2), torch.bfloat16)]
@@ -25,6 +25,11 @@ def table(*, pinned: bool = False) -> list[Tensor]:
         for field in fields:
             speedtorch.pin_memory_(field)
     return fields
+
+
+def loaded(host: list[Tensor], leaving: list[Tensor], evict: Tensor, index: Tensor) -> None:
+    """load_batch() of one part."""
+    load_batch(host, leaving, evict, [index], ROWS, -1)
 
 
 def left(count: int, device: str) -> list[Tensor]:
@@ -71,7 +76,7 @@ def test_rows_without_eviction_are_carried_and_the_table_is_unchanged(
     )
     before = [field.clone() for field in host]
     lists = left(300, device), evict.to(device)
-    planned = load_batch(host, *lists, index.to(device, copy=True), ROWS, -1, False)
+    planned = load_batch(host, *lists, [index.to(device, copy=True)], ROWS, -1, False)
     alone = load_rows(host, *lists, index.to(device), False)
     speedtorch.synchronize()
     carried = torch.isin(index, evict)
@@ -98,7 +103,7 @@ def test_a_batch_is_planned_and_loaded(
     random, evict = torch.Generator().manual_seed(count), some(30, ROWS, 2)
     index = torch.randint(20 if count == 100 else ROWS, (count,), generator=random).to(dtype)
     given = index.to(of_ids, copy=True)
-    made = load_batch(host, left(30, device), evict.to(device), given, ROWS, padding)
+    made = load_batch(host, left(30, device), evict.to(device), [given], ROWS, padding)
     if of_ids == "cpu":
         copied = made.pop()
         assert_same_bytes(copied, index)
@@ -129,7 +134,7 @@ def test_a_batch_is_planned_and_loaded(
 def test_bad_ids_move_nothing(bad: int, device: str, of_ids: str) -> None:
     host, index = table(pinned=device == "cuda"), torch.tensor([3, bad, 4, bad], device=of_ids)
     with pytest.raises(IndexError, match=rf"id {bad} at position 1 of index .*\(2 of 4 ids"):
-        load_batch(host, left(30, device), some(30, ROWS, 2).to(device), index, ROWS, -1)
+        load_batch(host, left(30, device), some(30, ROWS, 2).to(device), [index], ROWS, -1)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)
 
@@ -137,17 +142,17 @@ def test_bad_ids_move_nothing(bad: int, device: str, of_ids: str) -> None:
 @NEEDS_GPU
 def test_ids_of_a_gpu_have_rows_there() -> None:
     index = torch.tensor([3], device="cuda")
-    with pytest.raises(ValueError, match="count_batch: index is on cuda:0 but like is on cpu"):
-        load_batch(table(), left(0, "cpu"), index[:0].cpu(), index, ROWS, -1)
+    with pytest.raises(ValueError, match="load_batch: index is on cuda:0 but like is on cpu"):
+        load_batch(table(), left(0, "cpu"), index[:0].cpu(), [index], ROWS, -1)
 
 
 @NEEDS_GPU
 def test_a_graph_cannot_hold_a_batch_that_is_counted() -> None:
     host, index = table(pinned=True), torch.tensor([3], device="cuda")
     leaving = left(0, "cuda")
-    expected = pytest.raises(RuntimeError, match="count_batch: not supported while a CUDA graph")
+    expected = pytest.raises(RuntimeError, match="load_batch: not supported while a CUDA graph")
     with expected, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        load_batch(host, leaving, index[:0], index, ROWS, -1)
+        load_batch(host, leaving, index[:0], [index], ROWS, -1)
 
 
 def test_rows_of_16_bits_are_loaded_in_the_dtype_of_evicted_rows(device: str) -> None:
@@ -179,7 +184,7 @@ def test_rows_that_do_not_fit_are_refused(
         for shape, kind in zip(leaving, kinds, strict=False)
     ]
     ids = torch.arange(2, device=device)
-    for load in (load_rows, lambda *lists: load_batch(*lists, ROWS, -1)):
+    for load in (load_rows, loaded):
         with pytest.raises((ValueError, IndexError), match=message):
             load(host, given, ids, ids)
             if device == "cuda":
@@ -190,8 +195,59 @@ def test_rows_that_do_not_fit_are_refused(
 def test_memory_that_is_not_there_moves_no_row(device: str) -> None:
     host, ids = table(), some(40, ROWS, 2).to(device)
     given = [torch.empty((0, 1 << 50), device=device), *left(0, device)[1:]]
-    for load in (load_rows, lambda *lists: load_batch(*lists, ROWS, -1)):
+    for load in (load_rows, loaded):
         with pytest.raises(RuntimeError, match="load_rows: .*failed at allocating"):
             load(host, given, ids[:0], ids)
     for mine, other in zip(host, table(), strict=True):
         assert_same_bytes(mine, other)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("padding", [-1, 7])
+@pytest.mark.parametrize("kinds", [[torch.int64], [torch.int32, torch.int64]], ids=str)
+@pytest.mark.parametrize(("device", "of_ids"), PLACES)
+def test_a_batch_joins_a_step(
+    kinds: list[torch.dtype], padding: int, loads: bool, device: str, of_ids: str
+) -> None:
+    host, held = table(pinned=device == "cuda"), some(300, ROWS, 4).sort().values
+    held = held[held != padding]
+    before = [field.clone() for field in host]
+    own = torch.cat([held, held.new_tensor([padding][: padding + 1])])
+    rows = [(field[own] + 1).to(device) for field in before]
+    evict, evict_places = some(30, ROWS, 2), torch.arange(30).flip(0)
+    evict = evict[~torch.isin(evict, own)].sort().values
+    evict_places = evict_places[: len(evict)]
+    random = torch.Generator().manual_seed(1)
+    parts = [torch.randint(ROWS, (200,), generator=random).to(kind) for kind in kinds]
+    given = [part.to(of_ids, copy=True) for part in parts]
+    step = rows, held.to(device)
+    left_out = left(30, device), evict.to(device), evict_places.to(device)
+    made = join_batch(host if loads else [], *left_out, *step, given, ROWS, padding)
+    if of_ids == "cpu":
+        index = torch.cat(parts)
+        assert_same_bytes(made.pop(), index)
+    alone = count_batch(given, rows[0], ROWS, padding)
+    for part, other in zip(made[:7], alone, strict=False):
+        assert_same_bytes(part[: len(other)], other)  # the status has more numbers
+    ids, places, new, new_places, *merged = (tensor.cpu() for tensor in made[7:])
+    expected = torch.cat([*parts]).unique()
+    expected = expected[~torch.isin(expected, own)]
+    assert_same_bytes(new, expected)
+    assert_same_bytes(ids, torch.cat([held, new]).sort().values)
+    assert_same_bytes(ids[places[: len(held)]], held)
+    assert_same_bytes(ids[new_places], new)
+    speedtorch.synchronize()
+    carried = torch.isin(new, evict)
+    for field, old, mine, joined in zip(host, before, rows, merged, strict=True):
+        assert_same_bytes(joined[places], mine.cpu())
+        if loads:
+            arrived = old[new]
+            arrived[carried] = 7
+            assert_same_bytes(joined[new_places], arrived)
+            old[evict] = 7
+            old[new[carried]] = field[new[carried]]  # what is carried may be written here, too
+        assert_same_bytes(field, old)
+    again = join_batch(host, *left_out, *step, [held[:9].to(of_ids)], ROWS, padding)
+    assert len(again) == 7 + (of_ids == "cpu")
+    for field, old in zip(host, before, strict=True):
+        assert_same_bytes(field, old)

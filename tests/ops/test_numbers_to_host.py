@@ -118,9 +118,9 @@ def test_a_batch_whose_count_fails_is_counted_again(name: str) -> None:
     on = torch.empty(0, device="cuda")
     with Failing(name) as driver:
         with pytest.raises(RuntimeError, match="count_batch failed"):
-            count_batch(index, on, 9, -1)
+            count_batch([index], on, 9, -1)
         assert driver.failed
-    assert count_batch(index, on, 9, -1)[5].tolist() == [1, 3]
+    assert count_batch([index], on, 9, -1)[5].tolist() == [1, 3]
 
 
 @NEEDS_GPU

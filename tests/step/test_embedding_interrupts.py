@@ -71,8 +71,10 @@ pytestmark = [
 ERRORS = [out_of_memory, KeyboardInterrupt]
 PLACES: list[Any] = [
     *(HeldRows.take, HeldRows.complete, HeldRows.write_back),
-    *(RowStore.exchange, RowStore.load_batch, RowStore.exchange_counted, RowStore.write),
-    *(CachedStore.exchange, CachedStore.exchange_counted, StoreInSlots.load_batch),
+    *(RowStore.exchange, RowStore.load_batch, RowStore.join_batch, RowStore.append_batch),
+    *(RowStore.exchange_counted, RowStore.write, CachedStore.exchange),
+    *(CachedStore.exchange_counted, StoreInSlots.load_batch, StoreInSlots.join_batch),
+    StoreInSlots.append_batch,
     *(JointExchange.begin, JointExchange._exchange),
     *(FixedBlocks.begin, FixedBlocks.send, FixedBlocks.write_back),
     *(WholeWeight.add_gradient, SteppedRows.settle, SteppedRows.after),

@@ -192,20 +192,26 @@ def test_a_lookup_whose_load_fails_can_be_repeated(
 ) -> None:
     expected, module = module_of(**settings), module_of(**settings)
     trained(expected, with_optimizer(expected, 1))
-    exchange, fails = RowStore.exchange, [False]
+    fails = [False]
 
-    def failing(store: Any, *arguments: Any) -> None:
-        if fails[0]:
-            raise MemoryError("once")
-        exchange(store, *arguments)
+    def failing(load: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        def call(*arguments: Any) -> list[Tensor]:
+            made = load(*arguments)  # also writes to the hash table
+            if fails[0]:
+                raise MemoryError("once")
+            return made
 
-    monkeypatch.setattr(RowStore, "exchange", failing)
+        return call
+
+    for load in (RowStore.join_batch, RowStore.append_batch):
+        monkeypatch.setattr(RowStore, load.__name__, failing(load))
     other = torch.arange(80, 120)
 
     class Repeating(nn.Module):
-        """Fails at other ids, and at the first try of each lookup with new rows."""
+        """Fails at other ids, and at the first try of each lookup whose ids join the step."""
 
         def forward(self, ids: Tensor) -> Tensor:
+            given = None
             for tried in (other, ids):
                 fails[0] = True
                 try:
@@ -214,7 +220,7 @@ def test_a_lookup_whose_load_fails_can_be_repeated(
                     pass
                 finally:
                     fails[0] = False
-            return module(ids) if len(ids) else given
+            return module(ids) if given is None or len(ids) else given
 
     adam = with_optimizer(module, 1)
     step = iter(range(10**6))
@@ -226,13 +232,18 @@ def test_a_lookup_whose_load_fails_can_be_repeated(
 
 def test_a_step_of_many_lookups_merges_rows_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    merge = counted_memory.merge_rows
+    merge, join = counted_memory.merge_rows, RowStore.join_batch
 
-    def counted(rows: list[Tensor], *ids: Tensor) -> list[Tensor]:
+    def merged(rows: list[Tensor], *ids: Tensor) -> list[Tensor]:
         calls.append(len(rows[0]))
         return merge(rows, *ids)
 
-    monkeypatch.setattr(counted_memory, "merge_rows", counted)
+    def joined(*arguments: Any) -> list[Tensor]:
+        calls.append(1)
+        return join(*arguments)
+
+    monkeypatch.setattr(counted_memory, "merge_rows", merged)
+    monkeypatch.setattr(RowStore, "join_batch", joined)
     module = module_of()
     trained(module, with_optimizer(module, 0))
     assert len(calls) <= 3 * (counted_memory._MANY + 1)

@@ -57,12 +57,20 @@ class Crossings:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
         load_batch, exchange = RowStore.load_batch, RowStore.exchange
+        join_batch = RowStore.join_batch
 
         def load(
-            self: RowStore, names: Any, held: Block, ids: Tensor, *given: Any, evicts: bool = True
+            self: RowStore, names: Any, held: Block, parts: Any, *given: Any, evicts: bool = True
         ) -> list[Tensor]:
-            crossings.seen.append((held.ids.tolist() if evicts else [], ids.unique().tolist()))
-            return load_batch(self, names, held, ids, *given, evicts=evicts)
+            crossings.seen.append((held.ids.tolist() if evicts else [], parts[0].unique().tolist()))
+            return load_batch(self, names, held, parts, *given, evicts=evicts)
+
+        def join(self: RowStore, names: Any, outgoing: Block | None, *given: Any) -> list[Tensor]:
+            made = join_batch(self, names, outgoing, *given)
+            if len(made) > 8:
+                written = [] if outgoing is None else outgoing.ids.tolist()
+                crossings.seen.append((written, made[9].tolist()))
+            return made
 
         def move(
             self: RowStore, names: Any, outgoing: Block | None, incoming: Block | None
@@ -73,6 +81,7 @@ class Crossings:
 
         crossings = self
         monkeypatch.setattr(RowStore, "load_batch", load)
+        monkeypatch.setattr(RowStore, "join_batch", join)
         monkeypatch.setattr(RowStore, "exchange", move)
 
     def taken(self) -> list[tuple[list[int], list[int]]]:
