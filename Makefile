@@ -134,7 +134,8 @@ TESTS_OF_THREADS := tests/memory/test_memory.py tests/step/test_threads.py \
 # Every kernel at small sizes.
 TESTS_OF_KERNELS := tests/nn/test_bad_batches.py $(addprefix tests/ops/test_,counted.py \
     moved_rows.py plan.py::test_any_batch plan_fault.py \
-    pool_rows.py round_rows.py shard_ids.py::test_a_small_table \
+    load_rows.py::test_a_batch_joins_a_step merge_rows.py pool_rows.py round_rows.py \
+    shard_ids.py::test_a_small_table \
     shard_ids.py::test_requested_ids_are_the_reference \
     split_plan.py::test_a_table_has_the_plan_of_its_own_ids \
     sum_rows.py::test_ids_have_the_rows_of_their_sources swap_places.py table_ids.py)

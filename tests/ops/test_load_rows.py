@@ -229,7 +229,7 @@ def test_a_batch_joins_a_step(
     alone = count_batch(given, rows[0], ROWS, padding)
     for part, other in zip(made[:7], alone, strict=False):
         assert_same_bytes(part[: len(other)], other)  # the status has more numbers
-    ids, places, new, new_places, *merged = (tensor.cpu() for tensor in made[7:])
+    ids, places, new, new_places = (tensor.cpu() for tensor in made[7:11])
     expected = torch.cat([*parts]).unique()
     expected = expected[~torch.isin(expected, own)]
     assert_same_bytes(new, expected)
@@ -238,12 +238,12 @@ def test_a_batch_joins_a_step(
     assert_same_bytes(ids[new_places], new)
     speedtorch.synchronize()
     carried = torch.isin(new, evict)
-    for field, old, mine, joined in zip(host, before, rows, merged, strict=True):
-        assert_same_bytes(joined[places], mine.cpu())
+    for field, old, mine, joined in zip(host, before, rows, made[11:], strict=True):
+        assert_same_bytes(joined[places.to(device)], mine)
         if loads:
             arrived = old[new]
             arrived[carried] = 7
-            assert_same_bytes(joined[new_places], arrived)
+            assert_same_bytes(joined[new_places.to(device)].cpu(), arrived)
             old[evict] = 7
             old[new[carried]] = field[new[carried]]  # what is carried may be written here, too
         assert_same_bytes(field, old)
