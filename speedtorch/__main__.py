@@ -29,14 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. 0: success. 1: a demonstration's comparison found a difference, `calibrate`
         cannot measure this machine, `doctor` found something wrong, `replay` found other results or
-        cannot read the file, or the reader of the output has closed it. 2: wrong use, or `demo`
-        outside of a checkout.
+        cannot read the file, or the output cannot be written. 2: wrong use, or `demo` outside of a
+        checkout.
     """
     try:
         status = _run(arguments)
         print(end="", flush=True)  # sys.stdout is None if the shell has closed it
         return status
-    except BrokenPipeError:  # such as in `speedtorch doctor | head -1`
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # such as in `speedtorch doctor | head -1`
+            print(f"speedtorch: {error}", file=sys.stderr)
         # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

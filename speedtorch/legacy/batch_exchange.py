@@ -13,7 +13,7 @@ from speedtorch.legacy.families import Datatype, as_dtype
 from speedtorch.legacy.plan_memo import Plan, plans_of
 from speedtorch.legacy.switcher import Switcher, gathered
 from speedtorch.ops.functions import pinned_scatter
-from speedtorch.ops.shapes import row_shape
+from speedtorch.ops.shapes import row_count, row_shape
 from speedtorch.table.host_table import HostTable
 
 __all__ = ["BatchExchange", "RowShape", "Rows", "check_type"]
@@ -34,7 +34,7 @@ class BatchExchange(Switcher):
         self, rows: int, embed_dimension: RowShape, dtype: Datatype, argument: str, variable: str
     ) -> None:
         """Sets the table's size and dtype. Raises ValueError unless rows fit the parameter."""
-        (self.total_classes,) = row_shape(rows, "total_classes")
+        self.total_classes = row_count(rows, "total_classes")
         self.embed_dimension = embed_dimension
         self._row_shape = row_shape(embed_dimension, "embed_dimension")
         self._dtype = as_dtype(dtype, argument)

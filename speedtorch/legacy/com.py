@@ -11,7 +11,7 @@ from speedtorch.legacy import families
 from speedtorch.legacy.families import Datatype
 from speedtorch.legacy.switcher import OneField
 from speedtorch.legacy.switcher_files import CupyFiles, MappedFiles, TorchFiles
-from speedtorch.ops.shapes import row_shape
+from speedtorch.ops.shapes import row_count
 
 __all__ = ["COM", "COMMM", "CPUPytorchCOM", "GPUPytorchCOM", "PytorchCOM"]
 
@@ -23,8 +23,8 @@ class CountSwitcher(OneField):
 
     def _start(self, total_classes: int, datatype: Datatype = torch.int32) -> None:
         """Stores the arguments; comInit allocates the table."""
-        self._row_shape = row_shape(total_classes, "total_classes")
-        (self.total_classes,) = self._row_shape
+        self.total_classes = row_count(total_classes, "total_classes")
+        self._row_shape = (self.total_classes,)
         self._dtype = families.as_dtype(datatype, "datatype")
 
     def comInit(self) -> None:

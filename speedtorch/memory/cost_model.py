@@ -71,6 +71,9 @@ class Explanation:
         return "\n".join(lines)
 
 
+_TENSORS = {"table", "index", "src", "dst", "evict", "load"}  # arguments of these ops
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Returns which path an op would take, why, and how fast it should be, without running the op.
 
@@ -81,7 +84,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: `op` is not one of these ops.
-        TypeError: The arguments do not match the op's signature.
+        TypeError: The arguments do not match the op's signature, or are no tensors.
 
     Example:
         >>> import torch
@@ -92,6 +95,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"explain: op must be one of {', '.join(_EXPLAINERS)}, got {op!r}")
     bound = inspect.signature(getattr(functions, op)).bind(*args, **kwargs)
     bound.apply_defaults()
+    for name, given in bound.arguments.items():
+        if name in _TENSORS and not isinstance(given, Tensor):
+            raise TypeError(f"explain: {name} must be a tensor, got {type(given).__name__}")
     return _EXPLAINERS[op](op, **bound.arguments)
 
 

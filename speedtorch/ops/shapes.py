@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["check_dtype", "check_span", "row_shape"]
+__all__ = ["check_dtype", "check_span", "row_count", "row_shape"]
 
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
@@ -25,6 +25,13 @@ def row_shape(dim: int | Sequence[int], what: str = "dim") -> tuple[int, ...]:
     if any(part < 0 for part in shape):
         raise ValueError(f"{what}: expected sizes of 0 or more, got {dim!r}")
     return shape
+
+
+def row_count(rows: int, what: str) -> int:
+    """A number of rows; errors name the argument `what`."""
+    if isinstance(rows, Sequence):
+        raise TypeError(f"{what}: expected an int, got {rows!r}")
+    return row_shape(rows, what)[0]
 
 
 def check_dtype(what: str, dtype: object) -> None:

@@ -27,10 +27,15 @@ def row_parameters(model: nn.Module) -> set[nn.Parameter]:
     Returns:
         The parameters; an empty set if the model has no such module.
 
+    Raises:
+        TypeError: `model` is not an nn.Module.
+
     Example:
         >>> import speedtorch
         >>> model = nn.Sequential(speedtorch.Embedding(10, 4), nn.Linear(4, 2))
         >>> speedtorch.row_parameters(model) == {model[0].weight}
         True
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     return {module.weight for module in model.modules() if isinstance(module, RowModule)}

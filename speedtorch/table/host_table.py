@@ -27,7 +27,7 @@ from speedtorch.memory.placement import (
 )
 from speedtorch.memory.shared_memory import SharedMemory
 from speedtorch.ops.functions import pinned_gather, pinned_scatter
-from speedtorch.ops.shapes import check_span, row_shape
+from speedtorch.ops.shapes import check_span, row_count
 from speedtorch.table import row_blocks
 from speedtorch.table.changed_rows import ChangedRows
 from speedtorch.table.read_only_rows import ReadOnlyRows
@@ -394,9 +394,7 @@ class HostTable:
 
     def _describe(self, rows: int, layout: Record) -> None:
         """Checks the layout and sets the attributes that follow from it, without allocating."""
-        if isinstance(rows, Sequence):
-            raise TypeError(f"rows: expected an int, got {rows!r}")
-        (self.rows,) = row_shape(rows, "rows")
+        self.rows = row_count(rows, "rows")
         self.fields = layout.fields
         for name, (shape, dtype) in self.fields.items():
             check_span(f"field {name!r}", (self.rows, *shape), dtype)

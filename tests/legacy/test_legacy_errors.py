@@ -286,6 +286,8 @@ CALLS: dict[type[Exception], list[tuple[Callable[[], Any], str]]] = {
             "model: expected an instance of Module, got list",
         ),
         (lambda: model(total_classes="12"), "total_classes: expected an int"),
+        (lambda: model(total_classes=(3, 4)), r"total_classes: expected an int, got \(3, 4\)"),
+        (lambda: COM((3, 4)), r"total_classes: expected an int, got \(3, 4\)"),
         (lambda: model(embed_dimension=5.0), "embed_dimension: expected an int"),
     ],
     RuntimeError: [

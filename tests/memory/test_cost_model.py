@@ -124,6 +124,13 @@ def test_ops_on_the_cpu_use_no_gpu_path() -> None:
     assert speedtorch.explain("optimizer_state_swap", *swap).path == "cpu"
 
 
+def test_arguments_that_are_no_tensors_are_named() -> None:
+    with pytest.raises(TypeError, match="explain: index must be a tensor, got int"):
+        speedtorch.explain("pinned_gather", torch.zeros(4, 2), 3)
+    with pytest.raises(TypeError, match="explain: load must be a tensor, got list"):
+        speedtorch.explain("optimizer_state_swap", [], [], torch.tensor([1]), [], [1])
+
+
 def test_an_explanation_has_path_reason_and_rates(driver: PretendedDriver) -> None:
     costs = torch.full((COSTS,), 10.0, dtype=torch.float64)
     costs[-2:] = 64.0

@@ -152,6 +152,11 @@ def test_rows_are_clipped_by_a_norm_with_the_parameters_of_fully_shard(norm_type
     assert clip_grad_norm_(model.parameters(), 0.25, norm_type).isnan()
 
 
+def test_row_parameters_are_those_of_a_module() -> None:
+    with pytest.raises(TypeError, match="model: expected an nn.Module, got list"):
+        row_parameters([nn.Linear(2, 2)])
+
+
 @BACKENDS
 def test_fully_shard_of_rows_raises_and_names_row_parameters() -> None:
     """No row has been copied."""

@@ -399,3 +399,12 @@ def test_a_reader_that_goes_away_ends_the_command_in_silence() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_output_that_cannot_be_written_is_a_short_error() -> None:
+    command = [warm_python(), "-m", "speedtorch", "info"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"speedtorch: {OSError(28, os.strerror(28))}"]
