@@ -148,13 +148,12 @@ class CountedMemory(RowMemory):
         own = Block(held.view.rows_of(now), now.ids)
         load = partial(held.store.join_batch, held.fields, outgoing, own)
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
-        now = now.with_batch(loaded, is_planned=is_planned)
         if not loaded.results:
-            return now
+            return now.with_batch(loaded, is_planned=is_planned)
+        moved = len(now.batches)
+        now = now.with_batch(loaded, is_planned=is_planned, transfer=None, moved=moved)
         ids, before, _, _, *rows = loaded.results
-        return self._among_more(now, ids, before, rows)._replace(
-            transfer=None, moved=len(now.batches) - 1
-        )
+        return self._among_more(now, ids, before, rows)
 
     def _waiting(self) -> Block | None:
         """Drops prefetched rows; returns rows whose write-back waited for a joining lookup."""
@@ -184,10 +183,13 @@ class CountedMemory(RowMemory):
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
         places, more, *longer = loaded.results
         now.places[len(now.batches)] = places
-        if len(more):
-            now = now._replace(moved=len(now.batches), transfer=None)
-        now = now.with_batch(loaded, is_planned=is_planned)
-        return now._replace(joined=joined.with_batch(more, longer))
+        return now.with_batch(
+            loaded,
+            is_planned=is_planned,
+            joined=joined.with_batch(more, longer),
+            moved=len(now.batches) if len(more) else now.moved,
+            transfer=None if len(more) else now.transfer,
+        )
 
     def ordered(self) -> Step:
         """See RowMemory.ordered."""

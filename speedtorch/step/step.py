@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -224,18 +224,15 @@ class Step(NamedTuple):
             if (part := self.batches[number].parts.part_of(ids)) is not None:
                 self.seen.add((number, part))
 
-    def with_batch(self, batch: PlannedBatch, *, is_planned: bool) -> Step:
-        """The step with one more batch, whose rows the step already has.
+    def with_batch(self, batch: PlannedBatch, *, is_planned: bool, **changed: Any) -> Step:
+        """The step with one more batch, and with the `changed` fields.
 
         With `is_planned` the batch was announced: its lookups follow.
         """
-        beside = self._replace(batches=(*self.batches, batch))
-        if not is_planned:
-            return beside
-        return beside._replace(
-            planned=(*self.planned, len(self.batches)),
-            planned_parts=self.planned_parts + batch.parts.number,
-        )
+        if is_planned:
+            changed["planned"] = (*self.planned, len(self.batches))
+            changed["planned_parts"] = self.planned_parts + batch.parts.number
+        return self._replace(batches=(*self.batches, batch), **changed)
 
     def without_prefetch(self) -> Step:
         """The step without prefetched rows and without a prefetch in its pending transfer."""
