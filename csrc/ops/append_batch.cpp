@@ -80,8 +80,8 @@ struct Joined {
 // Plans `parts` for a step with `count` rows of unique ids, which include the padding's. `table` is
 // empty, or the hash table of the ids: a power of two of entries, at most half of them used, then
 // the number of ids in it; the table is made again if that is not `count`. Returns the results of
-// count_batch for `parts`, then the places of its ids with the padding and the new ids, which got
-// the places from `count` on. If the memory is too small, new ids, table and rows follow, field by
+// count_batch for `parts`, then the place of each id in the step and the new ids, which got the
+// places from `count` on. If the memory is too small, new ids, table and rows follow, field by
 // field. The copy of the parts is the last result. New rows are loaded from `host`, unless that is
 // empty. The rows `evict` are written to it if there are new rows.
 Tensors append_batch(const Tensors& host, const Tensors& leaving,
@@ -119,11 +119,10 @@ Tensors append_batch(const Tensors& host, const Tensors& leaving,
   if (grows) now = now.with_space(count, load.numel());
   if (is_stale) now.make_table(entries, count);
   const Table found = now.found();
-  const Tensor places = new_tensor(kOp, {load.numel()}, ScalarType::Long, ids);
-  std::vector<int64_t> fresh;
+  std::vector<int64_t> places, fresh;
   for (int64_t k = 0; k < load.numel(); ++k) {
     const int64_t id = data_of(load)[k], entry = found.entry_of(id);
-    data_of(places)[k] = entry == kEmpty ? count + static_cast<int64_t>(fresh.size()) : entry;
+    places.push_back(entry == kEmpty ? count + static_cast<int64_t>(fresh.size()) : entry);
     if (entry == kEmpty) fresh.push_back(id);
   }
   const auto more = static_cast<int64_t>(fresh.size());
@@ -142,7 +141,7 @@ Tensors append_batch(const Tensors& host, const Tensors& leaving,
   std::copy(fresh.begin(), fresh.end(), data_of(now.ids) + count);
   found.enter(count, count + more);
   if (is_stale) copy(kOp, now.table, table, /*wait=*/false);
-  plan.made.insert(plan.made.end(), {places, appended});
+  plan.made.insert(plan.made.end(), {positions_on_cpu(kOp, plan, places), appended});
   if (grows) {
     plan.made.insert(plan.made.end(), {now.ids, now.table});
     plan.made.insert(plan.made.end(), now.rows.begin(), now.rows.end());

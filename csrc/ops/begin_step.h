@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "call/arguments.h"
 
@@ -41,6 +42,9 @@ struct CountedPlan {
     return all;
   }
 };
+// Returns the place of each id of a plan on the CPU, for the places of its unique ids.
+Tensor positions_on_cpu(const char* op, const CountedPlan& plan,
+                        const std::vector<int64_t>& places);
 // Plans the concatenated `parts` on the device of `like`, and compares them with the ascending ids
 // `held`, if there are any. Waits for a GPU. Throws for ids out of range.
 CountedPlan counted_plan(const char* op, const Tensors& parts, const Tensor& like, int64_t rows,

@@ -338,6 +338,19 @@ struct MergedIds {
 };
 
 int launch_merge_ids(const MergedIds& work, void* stream);
+// The places of the ids unique[inverse[i]] for i < n among `count` ascending ids, which contain all
+// of them; the padding's place is `count`.
+struct Positions {
+  const int64_t* unique;
+  const int64_t* inverse;
+  int64_t n;
+  const int64_t* ids;
+  int64_t count;
+  int64_t padding;  // or -1
+  int64_t* out;     // [n]
+};
+
+int launch_positions(const Positions& work, void* stream);
 // Copies row m to row places[m], which no kernel checks, for at most kFieldsPerLaunch fields.
 int launch_spread_rows(const Rows* from, const Rows* to, int field_count, const int64_t* places,
                        void* stream);

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,8 +13,11 @@
 #include "call/arguments.h"
 #include "call/host_numbers.h"
 #include "call/torch_calls.h"
+#include "core/gpu.h"
+#include "core/parallel_for.h"
 #include "core/registration.h"
 #include "ops/begin_step.h"
+#include "ops/launchers.h"
 #include "plan/plan.h"
 
 namespace speedtorch {
@@ -93,7 +97,46 @@ CountedPlan counted_plan(const char* op, const Tensors& parts, const Tensor& lik
   return counted;
 }
 
+Tensor positions_on_cpu(const char* op, const CountedPlan& plan,
+                        const std::vector<int64_t>& places) {
+  const Tensor& inverse = plan.made[1];
+  const Tensor positions = new_tensor(op, {inverse.numel()}, ScalarType::Long, inverse);
+  parallel_for(0, inverse.numel(), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) data_of(positions)[i] = places[data_of(inverse)[i]];
+  });
+  return positions;
+}
+
 namespace {
+
+// Returns the place of each id of a plan among the ascending `ids`; the padding's row follows them.
+Tensor positions_among(const char* op, const CountedPlan& plan, const Tensor& ids,
+                       int64_t padding) {
+  const Tensor& unique = plan.loaded();
+  const int64_t count = ids.numel();
+  if (ids.is_cpu()) {
+    std::vector<int64_t> places(static_cast<size_t>(unique.numel()), count);
+    const int64_t *const begin = data_of(ids), *at = begin;
+    for (size_t k = 0; k < places.size() - (padding >= 0); ++k) {
+      at = std::lower_bound(at, begin + count, data_of(unique)[k]);
+      places[k] = at - begin;
+    }
+    return positions_on_cpu(op, plan, places);
+  }
+  const Tensor& inverse = plan.made[1];
+  const Tensor positions = new_tensor(op, {inverse.numel()}, ScalarType::Long, ids);
+  if constexpr (kWithCuda) {
+    const Positions work{.unique = data_of(unique),
+                         .inverse = data_of(inverse),
+                         .n = inverse.numel(),
+                         .ids = data_of(ids),
+                         .count = count,
+                         .padding = padding,
+                         .out = data_of(positions)};
+    check_cuda(launch_positions(work, CurrentStream(op, ids).get()), op);
+  }
+  return positions;
+}
 
 // Returns the plan of `parts` on the device of `like`, the unique ids without and with the padding,
 // and, if the ids are on the CPU, a copy of them. On a GPU this waits for the plan, because the
@@ -119,11 +162,11 @@ Tensors load_batch(const Tensors& host, const Tensors& leaving, const Tensor& ev
 }
 
 // Plans `parts` for a step with the rows `rows` of the ids `held`, in ascending order and
-// optionally followed by the padding's row. Returns the results of count_batch. If `held` lacks
-// some of the ids, all ids follow, the places of the held ids among them, the new ids, their
-// places, and memory for all rows, field by field, with the held rows copied in. New rows are
-// loaded from `host`, unless that is empty. The rows `evict` are written to it if there are new
-// rows.
+// optionally followed by the padding's row. Returns the results of count_batch, then the place of
+// each id in the step. If `held` lacks some of the ids, all ids follow, the places of the held ids
+// among them, the new ids, their places, and memory for all rows, field by field, with the held
+// rows copied in. New rows are loaded from `host`, unless that is empty. The rows `evict` are
+// written to it if there are new rows.
 Tensors join_batch(const Tensors& host, const Tensors& leaving, const std::optional<Tensor>& evict,
                    const std::optional<Tensor>& evict_places, const Tensors& rows,
                    const Tensor& held, const Tensors& parts, int64_t table_rows, int64_t padding) {
@@ -133,7 +176,10 @@ Tensors join_batch(const Tensors& host, const Tensors& leaving, const std::optio
   check_fields(kOp, "rows", rows.size());
   all.check_memory();
   CountedPlan plan = counted_plan(kOp, parts, held, table_rows, padding, held);
-  if (plan.more.numel() == 0) return plan.with_copy();
+  if (plan.more.numel() == 0) {
+    plan.made.push_back(positions_among(kOp, plan, held, padding));
+    return plan.with_copy();
+  }
   Tensors merged = merge_rows(rows, held, plan.more);
   const Tensor new_places = merged[2];
   const Tensors made(merged.begin() + 3, merged.end());
@@ -141,7 +187,8 @@ Tensors join_batch(const Tensors& host, const Tensors& leaving, const std::optio
     exchange(host, evict ? leaving : rows, evict ? *evict : view_of_list(held, 0, 0), evict_places,
              made, plan.more, new_places, /*evicts=*/true);
   }
-  plan.made.insert(plan.made.end(), {merged[0], merged[1], plan.more, new_places});
+  plan.made.insert(plan.made.end(), {positions_among(kOp, plan, merged[0], padding), merged[0],
+                                     merged[1], plan.more, new_places});
   plan.made.insert(plan.made.end(), made.begin(), made.end());
   return plan.with_copy();
 }

@@ -1,4 +1,5 @@
-// Kernels of merge_rows. Called by merge_rows.cpp. All data is in GPU memory.
+// Kernels of merge_rows and join_batch. Called by merge_rows.cpp and load_rows.cpp. All data is in
+// GPU memory.
 
 #include "move/row_copy.cuh"
 #include "ops/launchers.h"
@@ -25,6 +26,15 @@ __global__ void merge_ids_kernel(MergedIds work) {
     } else {
       work.held_places[work.held_count] = work.all();
     }
+  }
+}
+
+// A thread owns ids, a grid stride apart; each costs a binary search.
+__global__ void positions_kernel(Positions work) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < work.n; i += stride) {
+    const int64_t id = work.unique[work.inverse[i]];
+    work.out[i] = id == work.padding ? work.count : lower_bound(work.ids, work.count, id);
   }
 }
 
@@ -57,6 +67,13 @@ int launch_merge_ids(const MergedIds& work, void* stream) {
   if (work.all() + work.padding_rows == 0) return 0;
   merge_ids_kernel<<<blocks_for_ids(work.all() + work.padding_rows), kIdThreads, 0,
                      static_cast<cudaStream_t>(stream)>>>(work);
+  return cudaGetLastError();
+}
+
+int launch_positions(const Positions& work, void* stream) {
+  if (work.n == 0) return 0;
+  positions_kernel<<<blocks_for_ids(work.n), kIdThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      work);
   return cudaGetLastError();
 }
 

@@ -375,10 +375,11 @@ join_batch: Callable[..., list[Tensor]] = _ops.join_batch
 
 `(host, leaving, evict, evict_places, rows, held, parts, table_rows, padding)`. `rows` are the rows
 of the ascending ids `held`, field by field, with optionally the padding's row at the end. Returns
-the results of count_batch for `parts`. If `held` lacks ids, these follow before the copy: all ids,
-the positions of `held` among them, the new ids, their positions, and new memory with all rows,
-field by field. If `host` is empty, the new rows are not loaded. If evict is not None, the rows
-`evict` of leaving are written to host, but only if there are new rows.
+the results of count_batch for `parts`, and before the copy the position of each id among the step's
+rows. If `held` lacks ids, these follow: all ids, the positions of `held` among them, the new ids,
+their positions, and new memory with all rows, field by field. If `host` is empty, the new rows are
+not loaded. If evict is not None, the rows `evict` of leaving are written to host, but only if there
+are new rows.
 """
 
 
@@ -388,9 +389,9 @@ append_batch: Callable[..., list[Tensor]] = _ops.append_batch
 `(host, leaving, evict, evict_places, rows, ids, table, count, parts, table_rows, padding)`. The
 first `count` of `ids` and `rows` are the step's, with the padding. `table` is int64 `[2 ** k + 1]`:
 a hash table of the ids, at most half full, and the number of ids in it; empty if there is none yet.
-Returns the results of count_batch for `parts`. Before the copy follow the positions of the unique
-ids with the padding, the new ids, whose positions begin at `count`, and, if the memory was too
-small, new `ids`, `table` and `rows`.
+Returns the results of count_batch for `parts`, and before the copy the position of each id among
+the step's rows, the new ids, whose positions begin at `count`, and, if the memory was too small,
+new `ids`, `table` and `rows`.
 """
 
 

@@ -317,12 +317,10 @@ class BatchIds(PlannedAhead):
     def local(self, part: int, places: Tensor | None = None) -> Tensor:
         """The positions of the rows that a part names, in the part's shape.
 
-        `places` are the positions of the unique rows, by default 0, 1, 2 and so on.
+        `places` are the positions of all ids of the batch, by default among its unique rows.
         """
-        entries, shape = self.plan[1], self._seen[part].shape
-        if entries.shape != shape:
-            entries = _view(entries, shape, self._begins[part])
-        return entries if places is None else places[entries]
+        entries, shape = self.plan[1] if places is None else places, self._seen[part].shape
+        return entries if entries.shape == shape else _view(entries, shape, self._begins[part])
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors of the plan and the recorded ids."""
@@ -464,12 +462,12 @@ class PlannedBatch:
         return _view(ids, (count,)), _view(places, (count,))
 
     def places_among(self, ids: Tensor) -> Tensor:
-        """The positions of this batch's unique rows in `ids`, an ascending superset."""
-        unique = self.parts.plan[0]
+        """The positions of all ids of this batch in `ids`, an ascending superset."""
+        unique, inverse = self.parts.plan[:2]
         places = torch.searchsorted(ids, unique)
         if self._padding is not None:
             places = torch.where(unique == self._padding, len(ids), places)
-        return places
+        return places[inverse]
 
     def alone(self, part: int) -> tuple[PlannedBatch, int]:
         """Returns a batch and its part for summed(), whose time grows with the whole batch.

@@ -148,12 +148,16 @@ class CountedMemory(RowMemory):
         own = Block(held.view.rows_of(now), now.ids)
         load = partial(held.store.join_batch, held.fields, outgoing, own)
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
-        if not loaded.results:
+        positions, *joined = loaded.results
+        number = len(now.batches)
+        if not joined:
+            now.places[number] = positions
             return now.with_batch(loaded, is_planned=is_planned)
-        moved = len(now.batches)
-        now = now.with_batch(loaded, is_planned=is_planned, transfer=None, moved=moved)
-        ids, before, _, _, *rows = loaded.results
-        return self._among_more(now, ids, before, rows)
+        ids, before, _, _, *rows = joined
+        now = now.with_batch(loaded, is_planned=is_planned, transfer=None, moved=number)
+        now = self._among_more(now, ids, before, rows)
+        now.places[number] = positions
+        return now
 
     def _waiting(self) -> Block | None:
         """Drops prefetched rows; returns rows whose write-back waited for a joining lookup."""
@@ -181,8 +185,8 @@ class CountedMemory(RowMemory):
             joined = JoinedRows.of(held.view.rows_of(now), now.ids, held.padding)
         load = partial(held.store.append_batch, held.fields, outgoing, joined)
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
-        places, more, *longer = loaded.results
-        now.places[len(now.batches)] = places
+        positions, more, *longer = loaded.results
+        now.places[len(now.batches)] = positions
         return now.with_batch(
             loaded,
             is_planned=is_planned,

@@ -344,8 +344,8 @@ class StoreInSlots(RowStore):
     ) -> list[Tensor]:
         """See RowStore.join_batch."""
         made = join_batch([], *_leaving(None), held.rows, held.ids, parts, rows, padding)
-        if len(made) > 8:
-            more, places, *merged = made[9 : 11 + len(held.rows)]
+        if len(made) > 9:
+            more, places, *merged = made[10 : 12 + len(held.rows)]
             self.exchange(names, outgoing, Block(merged, more, places))
         return made
 

@@ -116,7 +116,7 @@ class Step(NamedTuple):
     rows: Rows
     """The padding row, if any, is the last: each step loads it, and no transfer writes it back."""
     places: dict[int, Tensor]
-    """Row positions of a batch, by batch index, computed when a lookup first needs them."""
+    """The row of each id of a batch, by batch index, computed when a lookup first needs them."""
     seen: set[tuple[int, int]]
     """Planned parts (batch index, part index) that lookups have named. Parts are only added."""
     known: KnownParts

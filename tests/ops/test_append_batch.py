@@ -55,7 +55,7 @@ def test_rows_are_found_or_appended_and_loaded() -> None:
         assert_same_bytes(made[-1], ids)
         step.take(made)
         assert_same_bytes(step.ids[: step.size], torch.cat([before, made[8]]))
-        assert_same_bytes(step.ids[made[7]], unique)
+        assert_same_bytes(step.ids[made[7]], ids)
         for mine, field in zip(step.rows, host, strict=True):
             assert_same_bytes(mine[: step.size], field[step.ids[: step.size]])
 
@@ -64,7 +64,7 @@ def test_the_padding_is_found_last() -> None:
     step = Step(table(), [2, 9, PADDING])
     made = step.append(torch.tensor([9, PADDING]), torch.tensor([3], dtype=torch.int32), padding=7)
     assert made[5].tolist() == [3, 9] and made[6].tolist() == [3, 9, PADDING]
-    assert made[7].tolist() == [3, 1, 2] and made[8].tolist() == [3]
+    assert made[7].tolist() == [1, 2, 3] and made[8].tolist() == [3]
 
 
 def test_rows_that_leave_are_written_if_others_join() -> None:
@@ -97,7 +97,7 @@ def test_ids_of_a_call_that_is_not_continued_are_forgotten() -> None:
     step.take(step.append(torch.tensor([5])))
     step.append(torch.tensor([8]))
     made = step.append(torch.tensor([9, 5]))
-    assert made[7].tolist() == [0, 1] and made[8].tolist() == [9]
+    assert made[7].tolist() == [1, 0] and made[8].tolist() == [9]
 
 
 @pytest.mark.parametrize("spacing", [1, 64, 1 << 40])
@@ -115,7 +115,7 @@ def test_many_ids_of_each_spacing(spacing: int) -> None:
         assert made[8].tolist() == [each for each in unique if each not in known]
         for each in made[8].tolist():
             known[each] = len(known)
-        assert made[7].tolist() == [known[each] for each in unique]
+        assert made[7].tolist() == [known[each] for each in part.tolist()]
         size += len(made[8])
         if len(made) > 10:
             ids, entries, *rows = made[9:-1]

@@ -229,16 +229,18 @@ def test_a_batch_joins_a_step(
     alone = count_batch(given, rows[0], ROWS, padding)
     for part, other in zip(made[:7], alone, strict=False):
         assert_same_bytes(part[: len(other)], other)  # the status has more numbers
-    ids, places, new, new_places = (tensor.cpu() for tensor in made[7:11])
+    positions, ids, places, new, new_places = (tensor.cpu() for tensor in made[7:12])
     expected = torch.cat([*parts]).unique()
     expected = expected[~torch.isin(expected, own)]
     assert_same_bytes(new, expected)
+    order = torch.cat([ids, ids.new_tensor([padding][: padding + 1])])
+    assert_same_bytes(order[positions], torch.cat([*parts]).long())
     assert_same_bytes(ids, torch.cat([held, new]).sort().values)
     assert_same_bytes(ids[places[: len(held)]], held)
     assert_same_bytes(ids[new_places], new)
     speedtorch.synchronize()
     carried = torch.isin(new, evict)
-    for field, old, mine, joined in zip(host, before, rows, made[11:], strict=True):
+    for field, old, mine, joined in zip(host, before, rows, made[12:], strict=True):
         assert_same_bytes(joined[places.to(device)], mine)
         if loads:
             arrived = old[new]
@@ -248,6 +250,7 @@ def test_a_batch_joins_a_step(
             old[new[carried]] = field[new[carried]]  # what is carried may be written here, too
         assert_same_bytes(field, old)
     again = join_batch(host, *left_out, *step, [held[:9].to(of_ids)], ROWS, padding)
-    assert len(again) == 7 + (of_ids == "cpu")
+    assert len(again) == 8 + (of_ids == "cpu")
+    assert again[7].tolist() == [*range(9)]
     for field, old in zip(host, before, strict=True):
         assert_same_bytes(field, old)

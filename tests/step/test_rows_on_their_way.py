@@ -67,9 +67,9 @@ class Crossings:
 
         def join(self: RowStore, names: Any, outgoing: Block | None, *given: Any) -> list[Tensor]:
             made = join_batch(self, names, outgoing, *given)
-            if len(made) > 8:
+            if len(made) > 9:
                 written = [] if outgoing is None else outgoing.ids.tolist()
-                crossings.seen.append((written, made[9].tolist()))
+                crossings.seen.append((written, made[10].tolist()))
             return made
 
         def move(
