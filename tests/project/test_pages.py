@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from documents import PAGES, README, ROOT, Block, blocks
 from warm_python import run_warm
 
 import speedtorch
 from speedtorch import optim, types
+from speedtorch.nn.prefetch_pace import AHEAD
 
+prefetch_module = importlib.import_module("speedtorch.nn.prefetch")
 DOCS = ROOT / "docs"
 # Their examples have tests of their own, of what these print or save.
 TESTED_ALONE = {"collections", "layers", "several_gpus", "streams_and_threads"}
@@ -146,15 +154,76 @@ def defined_in(file: Path) -> set[str]:
     return found
 
 
-def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
+def ways_of_an_id() -> dict[str, list[tuple[str, str]]]:
+    """The files and functions that an id passes, by the kind of step."""
     section = (DOCS / "journeys.md").read_text().split("## Follow a row id by kind of step")[1]
-    ways = section.split("```")[1].strip().splitlines()
-    names = [line for line in ways if not line.startswith(" ")]
-    assert names == ["plain", "prefetched", "capacity", "collection", "shard", "graph"]
-    passed = [line.split() for line in ways if line.startswith(" ")]
+    ways: dict[str, list[tuple[str, str]]] = {}
+    kind = ""
+    for line in section.split("```")[1].strip().splitlines():
+        if line.startswith(" "):
+            file, function = line.split()
+            ways[kind].append((file, function))
+        else:
+            kind = line
+            ways[kind] = []
+    return ways
+
+
+def test_the_ways_of_an_id_pass_functions_that_are_there() -> None:
+    ways = ways_of_an_id()
+    assert list(ways) == ["plain", "prefetched", "capacity", "collection", "shard", "graph"]
+    passed = [call for way in ways.values() for call in way]
     package = DOCS.parent / "speedtorch"
     missing = [call for call in passed if call[1] not in defined_in(package / call[0])]
     assert len(passed) > 20 and missing == []
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loop: Iterable[Any]) -> None:
+    """One step for each batch."""
+    for given in loop:
+        optimizer.zero_grad()
+        found = model(given)
+        (found if isinstance(found, torch.Tensor) else found.values()).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["plain", "prefetched", "capacity", "collection", "shard"])
+def test_an_id_passes_the_functions_in_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[Any] = [torch.arange(start, start + 6) for start in (0, 3, 5, 9)]
+    if kind == "collection":
+        configs = [speedtorch.EmbeddingBagConfig(50, 4, name) for name in ("user", "item")]
+        model: Any = speedtorch.EmbeddingBagCollection(tables=configs)
+        batches = [{"user": ids, "item": ids + 1} for ids in batches]
+    else:
+        model = speedtorch.Embedding(50, 4, capacity=8 if kind == "capacity" else None)
+    if kind == "shard":
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        speedtorch.shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    speedtorch.attach(optimizer, model)
+    train(model, optimizer, batches[:2])
+    loop: Iterable[Any] = batches[2:3]
+    if kind == "prefetched":  # on a CPU, batches are not planned ahead
+        monkeypatch.setattr(prefetch_module, "pace_of", lambda modules: AHEAD)
+        loop = speedtorch.prefetch(batches, model, ids=lambda ids: ids)
+    package, called = f"{Path(speedtorch.__file__).parent}{os.sep}", []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file, code = frame.f_code.co_filename, frame.f_code
+        if event == "call" and file.startswith(package):
+            called.append((file.removeprefix(package), code.co_name))
+
+    sys.setprofile(note)
+    try:
+        train(model, optimizer, loop)
+    finally:
+        sys.setprofile(None)
+        if kind == "shard":
+            dist.destroy_process_group()
+    following = iter(called)
+    for file, function in ways_of_an_id()[kind]:
+        name = function.rpartition(".")[2]
+        assert (file, name) in following, f"{function} is called earlier or not at all"
 
 
 @pytest.mark.parametrize(
