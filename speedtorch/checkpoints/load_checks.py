@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from speedtorch.checkpoints.sharded_tensors import has_dtensors, has_shards
+from speedtorch.nn.row_module import RowModule
 from speedtorch.optim.attach import saved_state_of
 from speedtorch.optim.attached_state import calls_load_hooks
 from speedtorch.parallel.ranks import Ranks
@@ -105,13 +106,27 @@ def _differences(
     module: nn.Module, own: Mapping[str, Any], state: Mapping[Any, Any]
 ) -> Iterator[str]:
     """Yields texts about missing or unexpected keys, other shapes, and values without a tensor."""
+    owners = dict(module.named_modules(remove_duplicate=False))
+    metadata: Mapping[str, Any] = getattr(state, "_metadata", {})
+
+    def is_rounding(key: Any) -> bool:
+        """Whether a module of rows has the key with 16-bit rows, and ignores it otherwise."""
+        owner, _, name = str(key).rpartition(".")
+        return name == "rounding_state" and isinstance(owners.get(owner), RowModule)
+
+    def is_new_count(key: str) -> bool:
+        """Whether a norm layer has the key since version 2, and the state is older."""
+        owner, _, name = key.rpartition(".")
+        is_of_norm = hasattr(owners.get(owner), "track_running_stats")
+        is_old = (metadata.get(owner, {}).get("version") or 0) < 2
+        return name == "num_batches_tracked" and is_of_norm and is_old
+
     for key in {**own, **state}:
-        # float32 tables have no rounding_state; norm layers of old files, no num_batches_tracked.
         if key not in own:
-            if not str(key).endswith("rounding_state"):
+            if not is_rounding(key):
                 yield f"unexpected key {key!r}"
         elif key not in state:
-            if not key.endswith(("rounding_state", "num_batches_tracked")):
+            if not (is_rounding(key) or is_new_count(key)):
                 yield f"missing key {key!r}"
         elif isinstance(value := own[key], Tensor) and not is_lazy(value):
             if not isinstance(given := state[key], Tensor):

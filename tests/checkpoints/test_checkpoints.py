@@ -663,6 +663,63 @@ def test_a_part_that_does_not_fit_raises_before_anything_is_loaded(
     assert_same_content(run.state(), before)
 
 
+def stored_tables(*groups: str) -> nn.Module:
+    configs = [
+        speedtorch.EmbeddingBagConfig(4, 2, name, group=group)
+        for name, group in zip("ab", groups, strict=True)
+    ]
+    return speedtorch.EmbeddingBagCollection(configs, stored=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "saved, given",
+    [
+        (lambda: speedtorch.Embedding(4, 2, stored=torch.bfloat16), lambda: nn.Embedding(4, 2)),
+        (lambda: stored_tables("", ""), lambda: stored_tables("a", "b")),
+    ],
+    ids=["a plain Embedding", "other groups"],
+)
+def test_a_state_of_rounding_without_16_bit_rows_raises_before_anything_is_loaded(
+    saved: Any, given: Any, tmp_path: Path
+) -> None:
+    speedtorch.save(tmp_path, dense=nn.Linear(2, 2), rows=saved())
+    parts = {"dense": nn.Linear(2, 2), "rows": given()}
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    with pytest.raises(RuntimeError, match=r"unexpected key '.*rounding_state'.*has been loaded"):
+        speedtorch.load(tmp_path, **parts)
+    assert_same_content({name: part.state_dict() for name, part in parts.items()}, before)
+
+
+class Counter(nn.Module):
+    """A module with a buffer that norm layers of torch have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(2), Counter], ids=["norm", "counter"])
+def test_a_missing_count_raises_before_anything_is_loaded(make: Any, tmp_path: Path) -> None:
+    state = make().state_dict()
+    del state["num_batches_tracked"]
+    speedtorch.save(tmp_path, module=state)
+    module = make()
+    module.weight.data.fill_(3)
+    with pytest.raises(RuntimeError, match=r"missing key 'num_batches_tracked'.*has been loaded"):
+        speedtorch.load(tmp_path, module=module)
+    assert module.weight.tolist() == [3, 3]
+
+
+def test_norm_layers_load_a_state_from_before_they_counted(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2), "bias": torch.ones(2)}
+    state |= {"running_mean": torch.ones(2), "running_var": torch.ones(2)}
+    speedtorch.save(tmp_path, module=state)
+    module = nn.BatchNorm1d(2)
+    speedtorch.load(tmp_path, module=module)
+    assert module.running_mean.tolist() == [1, 1]
+
+
 def test_an_option_that_torch_adds_to_the_defaults_alone_need_not_be_saved(tmp_path: Path) -> None:
     optimizer = optim.SparseAdam(nn.Linear(2, 2).parameters())
     for _ in range(2):
