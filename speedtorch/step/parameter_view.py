@@ -261,7 +261,7 @@ class ParameterView:
         if is_dropped or tensor.is_sparse or (gradient is not None and gradient.is_sparse):
             self.shown = None
             return
-        values = self.parameter.detach()[:0] if gradient is None else gradient
+        values = self.parameter.detach()[:0].clone() if gradient is None else gradient
         if gradient is None:
             ids = torch.empty(0, dtype=torch.int64, device=values.device)
         elif dense is not None and not isinstance(ids, Tensor):

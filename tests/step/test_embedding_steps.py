@@ -611,6 +611,23 @@ def test_a_write_to_zeros_of_a_stepped_gradient_waits_for_the_next_step(
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
+def test_a_write_to_zeros_of_a_stepped_gradient_keeps_rows_that_were_assigned(device: str) -> None:
+    theirs, ours = pair(device)
+    for module in (theirs, ours):
+        sgd = optim.SGD(module.parameters(), lr=0.5)
+        module(torch.tensor([1, 2], device=device)).sum().backward()
+        sgd.step()
+        gradient = module.weight.grad
+        assert gradient is not None
+        sgd.zero_grad(set_to_none=False)
+        sgd.step()
+        with torch.no_grad():
+            module.weight[1] = 2.0
+        gradient.add_(1)
+        sgd.step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
+
+
 def test_zeros_that_are_written_to_are_a_gradient(device: str) -> None:
     embedding = speedtorch.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, device=device)
     sgd = optim.SGD(embedding.parameters(), lr=1.0)
