@@ -223,7 +223,9 @@ class SparseRows(Tensor):
             made.content.report_zeros(self.content.zeroed)
             with torch.no_grad():
                 made.copy_(value)
-            vars(self)["content"] = made.content  # other tensors keep the old elements
+            # Other tensors keep the old elements, although writes to this one change the gradient.
+            self.content.keep(self.content._ids, self.content.values.clone())
+            vars(self)["content"] = made.content
 
     def to_dense(self, *_: Any, **__: Any) -> Tensor:
         """Copies all rows to a dense tensor."""

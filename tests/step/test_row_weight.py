@@ -674,9 +674,10 @@ def test_data_assigned_to_the_gradient_is_the_gradient_as_in_torch(
     assert_same_bytes(rows_of(ours), theirs.weight.detach().cpu())
 
 
+@pytest.mark.parametrize("data", [0.0, 3.0], ids=["scaled", "dense"])
 @pytest.mark.parametrize("then", [Tensor.zero_, Tensor.neg_], ids=["zero_", "neg_"])
 def test_an_earlier_alias_of_a_gradient_keeps_its_elements_if_data_is_assigned(
-    then: Callable[[Tensor], Tensor],
+    then: Callable[[Tensor], Tensor], data: float
 ) -> None:
     theirs = nn.Embedding(ROWS, WIDTH, _weight=first_rows())
     ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows())
@@ -686,7 +687,7 @@ def test_an_earlier_alias_of_a_gradient_keeps_its_elements_if_data_is_assigned(
         gradient = module.weight.grad
         assert gradient is not None
         aliases.append(gradient.detach())
-        gradient.data = gradient.data * 3
+        gradient.data = gradient.data * 3 + torch.arange(WIDTH) * data
         then(gradient)
         module(IDS[:1]).sum().backward()
         optim.SGD(module.parameters(), lr=0.5).step()
