@@ -381,14 +381,15 @@ class WholeWeight(ClaimedRows):
                     " or set it to zero in a dense gradient."
                 )
             own = self.step_ids()
-            if missing := ids[~torch.isin(ids, own)].shape[0]:
-                if not self.exchange.memory.takes_more:
-                    raise NotImplementedError(
-                        f"{self.name}: the assigned gradient has {missing} rows that are not in the"
-                        " current step, and with capacity= no row can join it. Look them up before"
-                        " the assignment."
-                    )
-                self.exchange.rejoin(ids[~torch.isin(ids, own)])
+            missing, takes_more = ids[~torch.isin(ids, own)], self.exchange.memory.takes_more
+            if len(missing) and not takes_more:
+                raise NotImplementedError(
+                    f"{self.name}: the assigned gradient has {len(missing)} rows that are not in"
+                    " the current step, and with capacity= no row can join it. Look them up before"
+                    " the assignment."
+                )
+            if takes_more and (len(missing) or not self.exchange.held.now.batches):
+                self.exchange.rejoin(missing)
                 own = self.step_ids()
             self.exchange.held.reopen()
             places = torch.searchsorted(own, ids)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, optim
+from reference import assert_same_bytes
+from torch import Tensor, nn, optim
 
 import speedtorch
 
@@ -100,3 +101,23 @@ def test_a_padding_that_was_shortened_stays_so(
     found = ours.state_dict()["weight"]
     assert torch.equal(found[0], theirs.weight.detach()[0])
     torch.testing.assert_close(found, theirs.weight.detach())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("ids", [[PADDING], [1, PADDING, 7]], ids=str)
+def test_a_gradient_is_assigned_before_the_first_lookup(
+    ids: list[int], value: float, device: str
+) -> None:
+    theirs = nn.Embedding(ROWS, len(ROW), padding_idx=PADDING, device=device)
+    ours = speedtorch.Embedding.from_module(theirs)
+    for module in (theirs, ours):
+        weight: Any = module.weight
+        for _ in range(2):
+            weight.grad = torch.zeros_like(weight)
+            weight.grad[PADDING + 1 :] = value
+            module.state_dict()
+        looked_up = module(torch.tensor(ids, device=device))
+        assert_same_bytes(looked_up.detach().cpu(), weight.detach()[ids].cpu())
+        looked_up.sum().backward()
+        optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same_bytes(ours.weight.detach().cpu().clone(), theirs.weight.detach().cpu())
