@@ -54,7 +54,7 @@ class BlockMemory(RowMemory):
 
     def ids_of(self, step: Step) -> Tensor | Callable[[], Tensor]:
         """Like RowMemory.ids_of; the host waits only when the returned function is called."""
-        return partial(self._blocks.ids_held, self._blocks.begun) if step.batches else step.ids
+        return partial(self._blocks.ids_held, self._blocks.changes) if step.batches else step.ids
 
     def _no_rows(self) -> Rows:
         held = self.held

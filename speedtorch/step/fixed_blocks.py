@@ -70,8 +70,8 @@ class FixedBlocks:
         self._name = name
         self.store = store
         self._padding = padding
-        self.begun = 0
-        """The number of batches that have begun."""
+        self.changes = 0
+        """The number of times that the blocks began a batch or were emptied."""
         self.has_outgoing = False
         """Whether `_outgoing_rows` may have rows that are not yet written back."""
         self._graph_prefetches = False
@@ -146,13 +146,13 @@ class FixedBlocks:
         self._device, self.rows = None, []
         self._incoming_rows = self._outgoing_rows = []
 
-    def ids_held(self, begun: int) -> Tensor:
-        """Ids of the last batch's rows if `self.begun` is still `begun`; waits for the device."""
-        if begun != self.begun:
+    def ids_held(self, changes: int) -> Tensor:
+        """Ids of the rows if `self.changes` is still `changes`; waits for the device."""
+        if changes != self.changes:
             raise NotImplementedError(
                 f"{self._name}: the row ids of an earlier step's gradient are no longer known,"
                 " because with capacity= the device has the ids of only one step. Use the gradient"
-                " before the next lookup."
+                " before zero_grad() and the next lookup."
             )
         return self.ids[: int(self._number)].clone()
 
@@ -170,7 +170,7 @@ class FixedBlocks:
         Pass None in the capture of a CUDA graph that prefetches: each replay then loads its
         incoming rows, unless the previous replay has prefetched exactly these.
         """
-        self.begun += 1
+        self.changes += 1
         if self.has_outgoing:
             self.send(None)
         changes = batch.compared(self.ids, self._status, self._halt, self._fault)
@@ -273,6 +273,7 @@ class FixedBlocks:
     def clear(self) -> None:
         """Marks the blocks as empty."""
         self._drop_prefetched()
+        self.changes += 1
         self._status.zero_()
         self.may_have_rows = False
 

@@ -192,9 +192,11 @@ class FixedMemory(BlockMemory):
         if not is_stale:
             self._take()
             blocks.write_back(keep=keep)
+        if captured and not keep and is_stale:
+            blocks.clear()
+        if not keep and view.shown is not None and not view.has_gradient():
+            view.follow(self.ids_of(now))  # zeros of zero_grad() remain the gradient
         if captured and not keep:
-            if is_stale:
-                blocks.clear()
             return now._replace(rows=[*now.rows], copy=Copy.CLEAN)
         return now._replace(copy=Copy.STALE if is_stale or changes else Copy.CLEAN)
 

@@ -154,6 +154,26 @@ def test_clipping_sees_the_norm_of_the_held_rows(device: str) -> None:
     torch.testing.assert_close(*norms)
 
 
+def test_a_gradient_whose_rows_are_no_longer_known_raises(device: str) -> None:
+    training = Training(device)
+    training.emb(GOOD.to(device)).sum().backward()
+    gradient: Any = training.emb.weight.grad
+    training.optimizer.zero_grad()
+    training.emb.flush()
+    with pytest.raises(NotImplementedError, match="row ids of an earlier step's gradient"):
+        gradient.to_dense()
+
+
+def test_a_gradient_of_zeros_remains_when_its_rows_are_written_back(device: str) -> None:
+    training = Training(device)
+    training.emb(GOOD.to(device)).sum().backward()
+    gradient: Any = training.emb.weight.grad
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=False)
+    training.emb.flush()
+    assert training.emb.weight.grad is gradient and not gradient.to_dense().any()
+
+
 def test_it_is_at_most_the_table() -> None:
     assert speedtorch.Embedding(3, 2, capacity=50).capacity == 3
     assert "capacity=3" in repr(speedtorch.Embedding(3, 2, capacity=50))
