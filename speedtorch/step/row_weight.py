@@ -638,7 +638,8 @@ def _property(func: Any, access: str, name: str, args: tuple[Any, ...]) -> Any:
         if access == "__get__":
             return weight.detach()
         value = args[1]
-        if isinstance(value, RowWeight) and value._rows is weight._rows and not value._path:
+        is_own = isinstance(value, RowWeight) and value._rows is weight._rows and not value._path
+        if is_own and value._field == weight._field:
             value.check_age()
             return None  # weight.data *= 2 assigns the tensor that it has changed in place
         with as_plain():

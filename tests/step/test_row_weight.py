@@ -531,6 +531,22 @@ def test_averaged_rows_are_assigned_and_rows_that_were_kept_are_assigned_again(
     assert_same_bytes(rows_of(module), first_rows())
 
 
+def test_averages_in_the_state_are_assigned_to_the_weight() -> None:
+    for emb in (speedtorch.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH)):
+        asgd = optim.ASGD(emb.parameters(), t0=0.0)
+        if isinstance(emb, speedtorch.Embedding):
+            speedtorch.attach(asgd, emb)
+        for _ in range(3):
+            emb(IDS).square().sum().backward()
+            asgd.step()
+            asgd.zero_grad()
+        average = asgd.state[emb.weight]["ax"]
+        expected = average.clone()
+        assert not torch.equal(expected, emb.weight)
+        emb.weight.data = average
+        assert_same_bytes(emb.weight.detach().clone(), expected)
+
+
 def init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         module.weight.data.normal_(mean=3.0, std=0.01)
