@@ -10,15 +10,15 @@ from torch import Tensor
 from speedtorch.layers.access_tracker import is_plain_tensor
 from speedtorch.ops.functions import round_rows
 from speedtorch.step.rounding import EXPONENT_BITS, RoundingMode, check_mode
-from speedtorch.torch_internals import WeakTensorKeyDictionary
 
 __all__ = ["StoredState"]
 
 _ROW = 1024
 """Elements that are rounded as a row, so that few ids are needed."""
 
-_narrowed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The state tensors that have been stored in 16 bits. An optimizer may keep others in 16 bits."""
+_STORED = "_speedtorch_stored"
+"""An attribute of state tensors that were stored in 16 bits, also of copies of these tensors. An
+optimizer may itself keep other tensors in 16 bits."""
 
 
 class StoredState:
@@ -49,7 +49,7 @@ class StoredState:
 
         A tensor without dimensions may be a step count, and is not stored in 16 bits.
         """
-        is_wide = value.dtype == torch.float32 or value in _narrowed
+        is_wide = value.dtype == torch.float32 or _STORED in vars(value)
         is_plain = is_wide and is_plain_tensor(value)
         is_alike = parameter.dtype == torch.float32 and value.shape == parameter.shape
         return is_plain and is_alike and value.dim() > 0 and value.numel() > 0 and _is_dense(value)
@@ -78,7 +78,7 @@ class StoredState:
                 if (place := memory.get(name)) is not None:
                     place.copy_(value)
                 value.data = value.detach().to(self.dtype) if place is None else place
-                _narrowed[value] = None
+                vars(value)[_STORED] = True
 
     def _round(self, values: Sequence[Tensor]) -> None:
         """Rounds dense tensors of the same size in place."""

@@ -271,6 +271,20 @@ def test_state_that_an_optimizer_keeps_in_16_bits_remains_so(device: str) -> Non
     assert_equal(ours.tensors(), theirs.tensors())
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["deep copy", "saved"])
+def test_a_copy_of_an_optimizer_trains_its_stored_state(saved: bool, device: str) -> None:
+    ours = Stored(device, optim.Adam, 500).step(2)
+    parts = ours.model, ours.optimizer
+    copied = copy.copy(ours)
+    copied.model, copied.optimizer = (
+        reloaded(parts, weights_only=False) if saved else copy.deepcopy(parts)
+    )
+    copied.swapper = StateSwapper(
+        copied.optimizer, budget=500, stored=torch.bfloat16, rounding="nearest"
+    )
+    assert_equal(copied.step(2).tensors(), ours.step(2).tensors())
+
+
 def test_wrong_arguments_raise(device: str) -> None:
     weight = nn.Parameter(torch.zeros(2, device=device))
     optimizer = optim.Adam([weight])
