@@ -482,12 +482,10 @@ class KeyedFeatures:
 
     def values(self) -> Tensor:
         """Concatenates all features: `[samples, columns of all]`."""
-        if self._whole is not None:
-            return self._whole
-        whole = torch.cat([rows for _, rows in self.items()], 1)
-        if torch.is_grad_enabled():  # without a graph, a later caller would lose the gradient
-            self._whole = whole
-        return whole
+        if self._whole is None:  # a later caller may need the graph
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = torch.cat([rows for _, rows in self.items()], 1)
+        return self._whole
 
     def key_dim(self) -> int:
         """The dimension of values() in which features are concatenated: 1."""

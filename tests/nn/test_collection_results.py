@@ -64,10 +64,15 @@ def test_values_that_were_read_without_gradients_have_a_gradient_later(reading: 
     ours = bags()
     found = ours(KeyedIds.of(BAGS))
     with reading():
-        found.values().norm()
-    found.values().square().sum().backward()
+        values = found.values()
+        values.norm()
+    assert found.values() is values
+    values.square().sum().backward()
     for name in TABLES:
         assert ours.group_of(name).weight.grad.abs().sum() > 0
+    with reading():
+        found = ours(KeyedIds.of(BAGS))
+        assert found.values() is found.values() and not found.values().requires_grad
 
 
 @GROUPS
