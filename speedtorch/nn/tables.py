@@ -273,19 +273,49 @@ class TableWeight(Tensor):
     Attributes and methods that need a parameter, such as `grad`, raise RuntimeError. The shape, the
     dtype and `requires_grad` are read without access to the rows. Every other torch function runs
     on the table's memory, after rows on the GPU are written back, and raises RuntimeError if ranks
-    share the rows.
+    share the rows. `data` and detach() return another TableWeight of the same rows. An assignment
+    to `data` copies the values; these older tensors then raise NotImplementedError.
     """
 
     _member: _Member
+    _of: TableWeight | None
+    """The weight whose `data` this is, or None."""
+    _age = 0
+    """The number of assignments to `data`."""
 
-    def __new__(cls, member: _Member) -> TableWeight:
+    def __new__(cls, member: _Member, of: TableWeight | None = None) -> TableWeight:
         """Creates a tensor with the shape of the rows and the memory of one element."""
         extents = member.rows.stop - member.rows.start, member.group.embedding_dim
         with as_plain():
             dtype = member.group.trained_rows.table.stored_dtype
             self = torch.empty(1, dtype=dtype, device="cpu").expand(extents).as_subclass(cls)
-        self._member = member
+        self._member, self._of = member, of
+        if of is not None:
+            self._age = of._age
         return self
+
+    @property
+    def _origin(self) -> TableWeight:
+        return self if self._of is None else self._of
+
+    def _check_age(self) -> None:
+        """Raises NotImplementedError if the weight's `data` was assigned since then."""
+        if self._age != self._origin._age:
+            raise NotImplementedError(
+                f"table {self._member.name!r}: this tensor of its weight is older than an"
+                " assignment to weight.data, which overwrote its values. In torch the tensor keeps"
+                " them. Keep a copy instead, such as backup = weight.data.clone()."
+            )
+
+    def _assign(self, value: Any) -> None:
+        """Copies values to all rows, unless `value` are these rows."""
+        if isinstance(value, TableWeight) and value._origin is self._origin:
+            return value._check_age()  # weight.data *= 2 assigns the tensor that it has changed
+        member, shape = self._member, tuple(self.shape)
+        rows = member.all_rows()
+        rows.copy_(loadable(f"table {member.name!r}", value, shape))
+        self._origin._age += 1
+        self._age = self._origin._age
 
     @classmethod
     def __torch_function__(
@@ -300,9 +330,10 @@ class TableWeight(Tensor):
                 if name in _OF_PARAMETERS:
                     raise RuntimeError(weight._member.has_no(name))
                 if access == "__set__" and name == "data":
-                    member, shape = weight._member, tuple(weight.shape)
-                    member.all_rows().copy_(loadable(f"table {member.name!r}", args[1], shape))
-                    return None
+                    return weight._assign(args[1])
+                if (access == "__get__" and name == "data") or name == "detach":
+                    weight._check_age()
+                    return TableWeight(weight._member, weight._origin)
                 if name in _EXTENTS:
                     return func(*args, **(kwargs or {}))
             made: dict[int, Tensor] = {}
@@ -311,6 +342,7 @@ class TableWeight(Tensor):
                 """Replaces each TableWeight with one tensor of its rows."""
                 if not isinstance(value, TableWeight):
                     return value
+                value._check_age()
                 return made.setdefault(id(value), value._member.all_rows())
 
             args, kwargs = tree_map(in_memory, (tuple(args), kwargs or {}))

@@ -170,6 +170,21 @@ def test_a_joined_weight_changes_in_place_and_is_the_same_object() -> None:
         table.weight = nn.Parameter(torch.zeros(30, 4))
 
 
+def test_older_data_of_a_joined_weight_raises_after_an_assignment() -> None:
+    weight = made().embedding_bags["item"].weight
+    first, copied = [weight.data, weight.detach()], weight.data.clone()
+    weight.data *= 2
+    assert_same_bytes(first[0].clone(), copied * 2)
+    weight.data = first[1]  # its own rows
+    weight.data = torch.zeros(30, 4)
+    for older in first:
+        for use in (older.sum, lambda older=older: setattr(weight, "data", older)):
+            with pytest.raises(NotImplementedError, match="'item': .* older than an assignment"):
+                use()
+    weight.data = copied
+    assert_same_bytes(weight.data.clone(), copied)
+
+
 def test_rows_of_another_shape_are_not_set_as_a_joined_tables() -> None:
     weight = made().embedding_bags["item"].weight
     with pytest.raises(ValueError, match=r"size mismatch for table 'item'.*\(1, 4\)"):
