@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "rows that join a step make the others clean",
         "step/counted_memory.py",
-        "transfer=None, moved=len(now.batches) - 1\n",
-        "transfer=None, moved=len(now.batches) - 1, copy=Copy.CLEAN\n",
+        "is_planned=is_planned, transfer=None, moved=number)",
+        "is_planned=is_planned, transfer=None, moved=number, copy=Copy.CLEAN)",
     ),
     Mutant(
         "a flush forgets that the step is over",
@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "rows that wait for rows to join are not written",
         "step/counted_memory.py",
-        "held.store.exchange(held.fields, outgoing, Block(rows, load, places))",
-        "held.store.exchange(held.fields, None, Block(rows, load, places))",
+        "partial(held.store.join_batch, held.fields, outgoing, own)",
+        "partial(held.store.join_batch, held.fields, None, own)",
         "tests/step/test_rows_on_their_way.py::test_rows_leave_with_those_that_join_the_next_step",
     ),
     Mutant(
