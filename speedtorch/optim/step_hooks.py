@@ -181,6 +181,8 @@ class OptimizerStep:
         """
         optimizer = self.optimizer
         were_checked = not looks_up and self._agree()
+        if not were_checked:
+            self._probe()
         # Locks all tables together: a thread that has one table's lock may wait for this call.
         with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
             for rows in self._rows:
@@ -211,6 +213,18 @@ class OptimizerStep:
                 return False
         return True
 
+    def _probe(self) -> None:
+        """Checks rows without attached state before their first step; raises errors of _check().
+
+        This thread holds no lock: a probe runs the optimizer's own code, which may wait for a
+        thread that uses the rows.
+        """
+        groups = self.optimizer.param_groups
+        for (rows, weight, _), number in zip(self._tables(), self._found.groups, strict=True):
+            if id(weight) not in self._stateless and not isinstance(rows.state, AttachedState):
+                with as_plain():
+                    _check(self.optimizer, rows, weight, groups[number], self._stateless)
+
     def _check(self, *, looks_up: bool) -> None:
         """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
         groups = self.optimizer.param_groups
@@ -230,6 +244,7 @@ class OptimizerStep:
             return False
         met: set[object] = set()
         try:
+            self._probe()
             with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
                 for rows in self._rows:
                     rows.exchange.stepping.check_threads()

@@ -305,6 +305,36 @@ def test_a_use_waits_for_the_step_of_another_thread(monkeypatch: pytest.MonkeyPa
     assert torch.equal(read[0][3], torch.full((2,), 0.5))
 
 
+def test_an_optimizer_may_wait_for_another_thread_in_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the first step of an optimizer that is not attached, copies of it step small rows."""
+    monkeypatch.setattr(stepped_rows, "_TIMEOUT", 0.05)
+    model = speedtorch.Embedding(6, 2).init_(nn.init.ones_)
+    ended: list[bool] = []
+
+    class Patient(optim.Optimizer):
+        """SGD whose step waits for a thread that reads the rows."""
+
+        def step(self, closure: Any = None) -> None:
+            thread = threading.Thread(target=run_in_threads, args=[model.state_dict], daemon=True)
+            thread.start()
+            thread.join(10)
+            if thread.is_alive():
+                raise TimeoutError
+            ended.append(True)
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    if param.grad is not None:
+                        param.sub_(0.5 * param.grad)
+
+    optimizer = Patient(model.parameters(), {})
+    model(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert len(ended) > 1  # also in the copies
+    assert moved(model) == [3]
+
+
 def test_a_step_that_an_exception_left_in_a_thread_that_ended_holds_nothing_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
