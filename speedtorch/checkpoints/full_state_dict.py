@@ -23,11 +23,10 @@ def full_state_dict(model: nn.Module) -> Iterator[None]:
 
     Use this with libraries whose first rank saves with torch.save or safetensors: accelerate,
     Lightning and transformers' Trainer. All ranks must enter the block, and save as without
-    speedtorch.
-    Within the block, state_dict() of the model, its wrapper and an attached optimizer returns plain
-    tensors on the first rank. These are host copies of the rows at the start of the block. Load
-    outside of the block: load_state_dict() of a sharded module accepts all rows and loads the
-    rank's shard. A model without sharded rows does not change.
+    speedtorch. Within the block, state_dict() of the model, its wrapper and an attached optimizer
+    returns plain tensors on the first rank. These are host copies of the rows at the start of the
+    block. Load outside of the block: load_state_dict() of a sharded module accepts all rows and
+    loads the rank's shard. A model without sharded rows does not change.
 
     The first rank needs host memory for all rows and their state. If that is too much, use
     torch.distributed.checkpoint outside of the block.

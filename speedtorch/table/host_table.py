@@ -125,8 +125,8 @@ class HostTable:
 
     Each part of a record is a field. Fields with larger items precede others, and fields with
     items of one size keep the given order. In a record of 128 bytes or more, fields whose size is a
-    multiple of 16 bytes precede all others. `table["weight"]` is a strided view of all weights
-    `[rows, *dim]`.
+    multiple of 16 bytes precede all others. If there are such others, the record is padded to a
+    multiple of 16 bytes. `table["weight"]` is a strided view of all weights `[rows, *dim]`.
     `table.record` views all fields `[rows, columns]`.
 
     `table["weight"]`, `table.record` and methods that read or write rows first write back rows that
