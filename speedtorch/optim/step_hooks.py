@@ -76,6 +76,7 @@ class _OptimizerCache:
         running: The last call of the own step function, in any thread, until the call ends.
         stateless: Settings with which the optimizer keeps no per-row state, by id() of the weight.
         found: The weights, as of the last search.
+        probed: The weights of `found`, by id(), that were checked before the rows were locked.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,6 +84,7 @@ class _OptimizerCache:
         self.running: OptimizerStep | None = None
         self.stateless: dict[int, dict[str, Any]] = {}
         self.found = _Found()
+        self.probed: set[int] = set()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Becomes None in copies and pickles of an optimizer, which then need no speedtorch."""
@@ -105,6 +107,7 @@ class _OptimizerCache:
                     weights.append(weight)
             lists = [group["params"] for group in optimizer.param_groups]
             numbers = {id(params): number for number, params in enumerate(lists)}
+            self.probed = set()
             self.found = _Found(
                 weights,
                 places,
@@ -168,7 +171,7 @@ class OptimizerStep:
         self._frame: FrameType | None = frame
         self._found = cache.found
         self._rows: list[TrainedRows] = [weight._rows for weight in cache.found.weights]
-        self._stateless = cache.stateless
+        self._stateless, self._probed = cache.stateless, cache.probed
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._lent: Callable[[], object] = lambda: None
         """Restores the optimizer's found_inf after this step."""
@@ -181,7 +184,7 @@ class OptimizerStep:
         """
         optimizer = self.optimizer
         were_checked = not looks_up and self._agree()
-        if not were_checked:
+        if not were_checked and len(self._probed) < len(self._rows):
             self._probe()
         # Locks all tables together: a thread that has one table's lock may wait for this call.
         with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
@@ -221,9 +224,10 @@ class OptimizerStep:
         """
         groups = self.optimizer.param_groups
         for (rows, weight, _), number in zip(self._tables(), self._found.groups, strict=True):
-            if id(weight) not in self._stateless and not isinstance(rows.state, AttachedState):
+            if not isinstance(rows.state, AttachedState):
                 with as_plain():
                     _check(self.optimizer, rows, weight, groups[number], self._stateless)
+            self._probed.add(id(weight))
 
     def _check(self, *, looks_up: bool) -> None:
         """Raises an error if the optimizer cannot step the rows. The caller has their locks."""
@@ -244,7 +248,8 @@ class OptimizerStep:
             return False
         met: set[object] = set()
         try:
-            self._probe()
+            if len(self._probed) < len(self._rows):
+                self._probe()
             with as_plain(), RowLocks(*[rows.lock for rows in self._rows]):
                 for rows in self._rows:
                     rows.exchange.stepping.check_threads()
