@@ -307,7 +307,7 @@ class Exchange:
         return self.memory.takes_more and not now.stepped and now.since <= number < now.number
 
     def rejoin(self, ids: Tensor) -> None:
-        """Loads rows again for a backward of an earlier lookup, or rows of an assigned gradient."""
+        """Loads rows of an earlier lookup for its backward, or rows of an assigned gradient."""
         self.held.complete()
         if not self.held.now.batches:  # a step without lookups has no padding row
             self.held.take(self.memory.begun_alone(ids))

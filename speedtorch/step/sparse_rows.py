@@ -206,8 +206,8 @@ class SparseRows(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same elements without a graph."""
-        return self.detach()
+        """The same elements with an own version, so that graphs do not notice writes to them."""
+        return SparseRows.of(self.shape[0], self.content)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -262,13 +262,17 @@ class SparseRows(Tensor):
         """Allocates memory for all rows, which the tensor uses from then on, and returns it."""
         content = self.content
         if content.dense is None:
-            content.dense = content.all_rows(self.shape[0])
+            with torch.inference_mode(False):
+                content.dense = content.all_rows(self.shape[0])
         return content.dense
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # inference tensors could not be written to later
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         kwargs, name = kwargs or {}, _name_of(func)
         if args and isinstance(args[0], list) and "foreach" in name:
             return _of_lists(func, name, args, kwargs)

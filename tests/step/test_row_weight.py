@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -350,12 +351,15 @@ def test_a_kept_gradient_remains_the_gradient_of_the_weight_as_in_torch(
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("has_data", [False, True])
 def test_an_assigned_gradient_of_another_module_remains_its_own(
-    module: speedtorch.Embedding,
+    has_data: bool, module: speedtorch.Embedding
 ) -> None:
     other: Any = speedtorch.Embedding(ROWS, WIDTH, device=module.weight.device)
     module(IDS.to(module.weight.device)).sum().backward()
     gradient: Any = module.weight.grad
+    if has_data:
+        gradient.data = gradient.data * 2
     before = gradient.to_dense()
     other.weight.grad = gradient
     train_more(other)
@@ -388,6 +392,19 @@ def test_a_graph_of_a_gradient_that_a_later_backward_has_changed_raises(
         each(ids.to(weight.device)).sum().backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+def test_a_graph_of_a_gradient_ignores_changes_of_its_data(module: speedtorch.Embedding) -> None:
+    found = []
+    for each in (nn.Embedding(ROWS, WIDTH, device=module.weight.device), module):
+        weight: Any = each.weight
+        each(IDS.to(weight.device)).sum().backward()
+        factor = torch.ones(ROWS, WIDTH, device=weight.device, requires_grad=True)
+        product = (weight.grad * factor).sum()
+        weight.grad.data.mul_(2)
+        product.backward()
+        found.append(factor.grad)
+    assert_same_bytes(*found)
 
 
 @pytest.mark.parametrize("index", [ROWS, -ROWS - 1], ids=str)
@@ -517,6 +534,13 @@ def test_a_view_from_before_data_was_assigned_raises_at_its_use(
         use(backup)
     assert bool((rows_of(module) == 1).all())
     use(view(module.weight))
+
+
+def test_a_view_from_before_data_was_assigned_is_not_copied(module: speedtorch.Embedding) -> None:
+    backup = module.weight.data
+    module.weight.data = torch.ones(ROWS, WIDTH, device=module.weight.device)
+    with pytest.raises(NotImplementedError, match="older than an assignment"):
+        copy.deepcopy(backup)
 
 
 def test_averaged_rows_are_assigned_and_rows_that_were_kept_are_assigned_again(
@@ -711,10 +735,31 @@ def test_an_earlier_alias_of_a_gradient_keeps_its_elements_if_data_is_assigned(
     assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
-def test_data_of_another_shape_or_dtype_is_not_assigned_to_a_gradient() -> None:
+def test_an_alias_of_a_gradient_follows_if_its_own_data_is_assigned() -> None:
     emb = speedtorch.Embedding(ROWS, WIDTH)
     emb(IDS).sum().backward()
-    for data in (torch.zeros(WIDTH), torch.zeros(ROWS, WIDTH).double()):
+    gradient: Any = emb.weight.grad
+    alias = gradient.detach()
+    gradient.data *= 2
+    gradient.add_(1)
+    assert torch.equal(alias.to_dense(), gradient.to_dense())
+
+
+def test_the_weight_is_assigned_to_the_data_of_its_gradient() -> None:
+    theirs = nn.Embedding(ROWS, WIDTH, _weight=first_rows())
+    ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows())
+    for module in (theirs, ours):
+        module(IDS).sum().backward()
+        cast(Tensor, module.weight.grad).data = module.weight
+        optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
+
+
+def test_other_data_is_not_assigned_to_a_gradient() -> None:
+    emb = speedtorch.Embedding(ROWS, WIDTH)
+    emb(IDS).sum().backward()
+    rows = torch.zeros(ROWS, WIDTH)
+    for data in (rows[0], rows.double(), rows.to("meta")):
         with pytest.raises(RuntimeError, match="attempting to assign data of"):
             emb.weight.grad.data = data
     assert emb.weight.grad.sum() == len(IDS) * WIDTH
@@ -745,6 +790,41 @@ def test_writes_in_inference_mode_change_the_table(
     ours(IDS).sum().backward()
     with torch.inference_mode():
         assert torch.equal(ours.weight.grad.detach()[1], torch.ones(WIDTH))
+
+
+GRADIENT_IN_INFERENCE_MODE: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "row": lambda gradient, ones, other: gradient[3].fill_(7),
+    "all": lambda gradient, ones, other: gradient.add_(ones),
+    "other rows": lambda gradient, ones, other: gradient.add_(other),
+    "foreach": lambda gradient, ones, other: torch._foreach_add_([gradient], 1.0),
+    "read": lambda gradient, ones, other: np.asarray(gradient),
+    "dense data": lambda gradient, ones, other: setattr(gradient, "data", ones),
+    "data": lambda gradient, ones, other: setattr(gradient, "data", other),
+    "zeros": lambda gradient, ones, other: gradient.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", GRADIENT_IN_INFERENCE_MODE.values(), ids=GRADIENT_IN_INFERENCE_MODE)
+def test_a_gradient_is_written_to_in_inference_mode_and_later(
+    use: Callable[[Tensor, Tensor, Tensor], object],
+) -> None:
+    theirs = nn.Embedding(ROWS, WIDTH, _weight=first_rows())
+    ours = speedtorch.Embedding(ROWS, WIDTH, _weight=first_rows())
+    for module in (theirs, ours):
+        other = type(module)(ROWS, WIDTH)
+        other(IDS - 1).sum().backward()
+        module(IDS).sum().backward()
+        gradient, ones = cast(Tensor, module.weight.grad), torch.ones(ROWS, WIDTH)
+        alias = gradient.detach()
+        with torch.inference_mode():
+            use(gradient, ones, cast(Tensor, other.weight.grad))
+        alias.mul_(1.0)
+        gradient.mul_(0.5)
+        gradient[1] += 1.0
+        module(IDS[:1]).sum().backward()
+        gradient.add_(torch.ones(ROWS, WIDTH))
+        optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same_bytes(rows_of(ours), theirs.weight.detach())
 
 
 def test_a_weight_is_frozen_by_assignment() -> None:
