@@ -172,6 +172,18 @@ def test_a_kept_gradient_remains_the_average_of_the_ranks(capacity: int | None) 
     assert_same_rows(*pair, "kept")
 
 
+def test_data_of_all_ranks_is_not_assigned_to_a_gradient() -> None:
+    ours, theirs = made()
+    gradient = ours[0].weight.grad
+    for data in (torch.ones(ROWS, WIDTH), torch.zeros_like(gradient)):
+        with pytest.raises(NotImplementedError, match="needs the rows of all ranks"):
+            gradient.data = data
+    for module in (ours, theirs):
+        module[0].weight.grad.data *= 2
+        module.optimizer.step()
+    assert_same_rows(ours, theirs, "data")
+
+
 def test_every_function_of_torch_treats_all_elements_alike_or_raises() -> None:
     """None reads or writes the rows of one rank for those of all."""
     ours, _ = made()
