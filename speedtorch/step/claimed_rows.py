@@ -117,8 +117,7 @@ class ClaimedRows:
 
     def take_weight(self, weight: RowWeight, lookups: Any) -> RowWeight:
         """Attaches a weight of the same shape to these rows."""
-        count, assigned = self.table.whole_rows, self.assigned["weight"]
-        vars(weight).update(_rows=self, _lookups=lookups, _count=count, _assigned=assigned)
+        vars(weight).update(_rows=self, _lookups=lookups, _count=self.table.whole_rows)
         self._weight = TensorWeakRef(weight)
         self.weight_reference = self._weight.ref
         return weight
