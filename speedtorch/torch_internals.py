@@ -70,6 +70,7 @@ __all__ = [
     "foreach_mul",
     "foreach_neg",
     "foreach_sqrt",
+    "forward_hooks",
     "free_failed_backward",
     "fully_sharded",
     "gradient_hooks",
@@ -589,6 +590,12 @@ def stepping_grad_scaler() -> SteppingScaler | None:
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that contain the hooks of its step."""
+
+
+forward_hooks: Callable[[torch.nn.Module], tuple[object, object]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks"
+)
+"""The hooks of a module before and after its forward(); empty without any."""
 
 
 def load_hooks(optimizer: Any) -> int:

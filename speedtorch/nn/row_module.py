@@ -44,6 +44,7 @@ from speedtorch.table.whole_fields import reading_state
 from speedtorch.torch_internals import (
     active_data_parallel,
     as_plain,
+    forward_hooks,
     gradient_hooks,
     is_batched,
     is_tracing,
@@ -931,11 +932,13 @@ def recorded(
     that of a subclass.
     """
     tracer: Any = first.tracer
-    if tracer.root is module or type(module).forward is not forward:
+    has_hooks = any(forward_hooks(module))  # which the graph would call twice
+    if tracer.root is module or type(module).forward is not forward or has_hooks:
         raise NotImplementedError(
             f"{type(module).__name__}: torch.fx cannot trace a lookup, because its table is in host"
             f" memory. Trace a model that contains the {type(module).__name__}. If a subclass has"
-            " its own forward(), make the subclass a leaf in Tracer.is_leaf_module()."
+            " its own forward(), or the module has forward hooks, make the module a leaf in"
+            " Tracer.is_leaf_module()."
         )
     return tracer.create_proxy("call_module", tracer.path_of_module(module), (first, *rest), {})
 

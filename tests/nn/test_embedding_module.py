@@ -242,7 +242,9 @@ def test_a_traced_model_calls_its_modules() -> None:
     ids, offsets = torch.tensor([3, 1, 3]), torch.tensor([0, 2])
     traced = torch.fx.symbolic_trace(model)
     assert_same_bytes(traced(ids, offsets).detach(), model(ids, offsets).detach())
-    for refused in (model.words, model.bags, Model(Scaled(ROWS, WIDTH))):
+    hooked = Model(speedtorch.Embedding(ROWS, WIDTH))
+    hooked.words.register_forward_hook(lambda module, given, found: found * 2)
+    for refused in (model.words, model.bags, Model(Scaled(ROWS, WIDTH)), hooked):
         with pytest.raises(NotImplementedError, match="torch.fx cannot trace a lookup"):
             torch.fx.symbolic_trace(refused)
 

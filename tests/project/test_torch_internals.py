@@ -481,6 +481,16 @@ def test_below_autograd() -> None:
     assert not keys.has(torch._C.DispatchKey.AutogradCPU)
 
 
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_forward_hooks(kind: str) -> None:
+    module = nn.Identity()
+    assert not any(torch_internals.forward_hooks(module))
+    handle = getattr(module, kind)(lambda *_: None)
+    assert any(torch_internals.forward_hooks(module))
+    handle.remove()
+    assert not any(torch_internals.forward_hooks(module))
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradient_hooks(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(1))
