@@ -150,7 +150,8 @@ class ParameterView:
             state.hold(step.rows[1:])
         parameter.grad = step.gradient
         if (shown := self.shown) is not None and step.gradient is not shown.gradient:
-            if step.gradient is None and shown.dense is not None and not bool(shown.dense.any()):
+            rows = shown.values if shown.dense is None and not len(shown.values) else shown.dense
+            if step.gradient is None and rows is not None and not bool(rows.any()):
                 self.shows_zeros = True  # zero_grad(set_to_none=False) cannot be seen in zeros
             self.follow(step.ids)
         self.mark()

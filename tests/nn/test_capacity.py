@@ -174,6 +174,13 @@ def test_a_gradient_of_zeros_remains_when_its_rows_are_written_back(device: str)
     assert training.emb.weight.grad is gradient and not gradient.to_dense().any()
 
 
+def test_a_gradient_of_zeros_from_before_the_first_lookup_remains(device: str) -> None:
+    weight: Any = (training := Training(device)).emb.weight
+    weight.grad = gradient = torch.zeros_like(weight)
+    training.emb(GOOD.to(device)).sum().backward()
+    assert weight.grad is gradient and gradient.to_dense()[GOOD].eq(1).all()
+
+
 def test_it_is_at_most_the_table() -> None:
     assert speedtorch.Embedding(3, 2, capacity=50).capacity == 3
     assert "capacity=3" in repr(speedtorch.Embedding(3, 2, capacity=50))
