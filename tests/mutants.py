@@ -60,8 +60,8 @@ MUTANTS = [
     Mutant(
         "rows that join a step make the others clean",
         "step/counted_memory.py",
-        "is_planned=is_planned, transfer=None, moved=number)",
-        "is_planned=is_planned, transfer=None, moved=number, copy=Copy.CLEAN)",
+        "            moved=len(now.batches),\n",
+        "            moved=len(now.batches),\n            copy=Copy.CLEAN,\n",
     ),
     Mutant(
         "a flush forgets that the step is over",

@@ -149,15 +149,16 @@ class CountedMemory(RowMemory):
         load = partial(held.store.join_batch, held.fields, outgoing, own)
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
         positions, *joined = loaded.results
-        number = len(now.batches)
         if not joined:
-            now.places[number] = positions
-            return now.with_batch(loaded, is_planned=is_planned)
+            return now.with_batch(loaded, is_planned=is_planned, positions=positions)
         ids, before, _, _, *rows = joined
-        now = now.with_batch(loaded, is_planned=is_planned, transfer=None, moved=number)
-        now = self._among_more(now, ids, before, rows)
-        now.places[number] = positions
-        return now
+        return self._among_more(now, ids, before, rows).with_batch(
+            loaded,
+            is_planned=is_planned,
+            positions=positions,
+            moved=len(now.batches),
+            transfer=None,
+        )
 
     def _waiting(self) -> Block | None:
         """Drops prefetched rows; returns rows whose write-back waited for a joining lookup."""
@@ -186,10 +187,10 @@ class CountedMemory(RowMemory):
         load = partial(held.store.append_batch, held.fields, outgoing, joined)
         loaded = LoadedBatch(parts, held.named_rows, held.device, held.padding, load, held.name)
         positions, more, *longer = loaded.results
-        now.places[len(now.batches)] = positions
         return now.with_batch(
             loaded,
             is_planned=is_planned,
+            positions=positions,
             joined=joined.with_batch(more, longer),
             moved=len(now.batches) if len(more) else now.moved,
             transfer=None if len(more) else now.transfer,

@@ -224,13 +224,25 @@ class Step(NamedTuple):
             if (part := self.batches[number].parts.part_of(ids)) is not None:
                 self.seen.add((number, part))
 
-    def with_batch(self, batch: PlannedBatch, *, is_planned: bool, **changed: Any) -> Step:
+    def with_batch(
+        self,
+        batch: PlannedBatch,
+        *,
+        is_planned: bool,
+        positions: Tensor | None = None,
+        **changed: Any,
+    ) -> Step:
         """The step with one more batch, and with the `changed` fields.
 
-        With `is_planned` the batch was announced: its lookups follow.
+        With `is_planned` the batch was announced: its lookups follow. `positions` are the row of
+        each id of the batch, if they are known.
         """
+        number = len(self.batches)
+        self.places.pop(number, None)  # of a lookup that an exception ended
+        if positions is not None:
+            self.places[number] = positions
         if is_planned:
-            changed["planned"] = (*self.planned, len(self.batches))
+            changed["planned"] = (*self.planned, number)
             changed["planned_parts"] = self.planned_parts + batch.parts.number
         return self._replace(batches=(*self.batches, batch), **changed)
 

@@ -255,3 +255,15 @@ def test_step_ids_contain_appended_rows() -> None:
     assert module.step_ids.tolist() == torch.cat(ids).unique().tolist()
     torch.stack([result.sum() for result in results]).sum().backward()
     assert module.weight.grad[module.step_ids].any(1).all()
+
+
+def test_positions_of_a_lookup_that_an_exception_ended_are_forgotten() -> None:
+    module = module_of()
+    module(torch.tensor([3, 7, 9]))
+    exchange = module.trained_rows.exchange
+    step = exchange.held.now
+    step.places[1] = torch.tensor([0, 1])  # of a second lookup that did not join
+    batch = exchange.memory.planned([torch.tensor([9, 7])], step.ids)
+    batch.count()
+    joined = step.with_batch(batch, is_planned=False)
+    assert joined.part(1, 0).positions.tolist() == [2, 1]
