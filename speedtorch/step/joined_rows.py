@@ -31,8 +31,8 @@ class JoinedRows(NamedTuple):
     @classmethod
     def of(cls, rows: list[Tensor], ids: Tensor, padding: int | None) -> JoinedRows:
         """The rows of a step: ids ascend, and the padding row is the last."""
-        if padding is not None:
-            ids = torch.cat([ids, ids.new_tensor([padding])])
+        # A copy, because a lookup may name a view of the step's ids.
+        ids = torch.cat([ids, ids.new_tensor([] if padding is None else [padding])])
         count = len(ids)
         return cls(rows, ids, ids[:0], count, count)
 

@@ -267,3 +267,11 @@ def test_positions_of_a_lookup_that_an_exception_ended_are_forgotten() -> None:
     batch.count()
     joined = step.with_batch(batch, is_planned=False)
     assert joined.part(1, 0).positions.tolist() == [2, 1]
+
+
+def test_a_late_lookup_may_name_ids_of_the_step() -> None:
+    module, ids = module_of(), torch.arange(20)
+    for part in (ids, *ids.view(10, 2)):
+        module(part)
+    named = module.step_ids[3:7]
+    assert_same_bytes(module(named).detach(), module.table["weight"][3:7])
